@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from loader.access_counts import AccessCounter
-from loader.errors import ShardrankError
+from loader.errors import ShardrankError, UnavailableError
 from loader.registry.registry import Registry
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
@@ -233,12 +233,15 @@ class HotRowsKeeper:
     async def _check_sequence(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> int:
         """Return the last delta that a node of each shard has.
 
-        Raises HotRowsError if a shard has no node with the version, or deltas are applied that are not followed here.
+        Raises HotRowsError if a shard has no node with the version, or a forked one, or deltas are applied that are not
+        followed here.
         """
         reached: list[int] = []
         key = (self._model, self._version)
         for shard, infos in enumerate(await asyncio.gather(*(shard.infos() for shard in shards))):
             served = [each for _, info in infos for each in info.versions if (each.model, each.version) == key]
+            if any(each.forked for each in served):
+                raise HotRowsError(f"{self._name}: row updates of a node have forked, and it may have been read from")
             if not served:
                 raise HotRowsError(f"{self._name}: no node of shard {shard} that answers has the version")
             reached.append(max(each.delta_sequence for each in served))
@@ -250,15 +253,15 @@ class HotRowsKeeper:
         return min(reached)
 
     async def _report_often(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> None:
-        """Report the tier, and check where there is no registry that no node begins to apply deltas."""
+        """Report the tier, and check that no node's rows forked or, where there is no registry, change."""
         names = tuple(table.name for table in self._plan.layout.tables)
         while True:
             hot, sequence = self.rows.current, self.rows.deltas.sequence
             size = hot.keys.size, hot.size_bytes
             self._on_status(HotStatus(self._model, self._version, names, *size, sequence, *self.rows.counts()))
             await asyncio.sleep(STATUS_EVERY_S)
-            if not follows:
-                await self._check_sequence(shards, follows=False)
+            with suppress(UnavailableError):
+                await self._check_sequence(shards, follows=follows)
 
     async def _choose(self, shards: Sequence[ReplicatedShard]) -> None:
         """Hold the first rows; then, if this tier learns, those with the most lookups in the last epochs."""

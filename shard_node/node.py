@@ -105,7 +105,7 @@ class DeltaProgress:
         sequence: the last delta whose rows are here, contained ones included; `published_at` None if none was applied.
         stream_last: the last delta of the stream, as far as it is known.
         fresh_at: every delta that was published before this moment is applied; None before the first read.
-        batches, rows: applied here; `refused` batches were not what they should be.
+        rows: written here; `refused` deltas were not what they should be.
         reason: what keeps the next delta from being applied; "" if nothing does.
         catch_up_to: the last delta of the stream at the first read; None before.
         forked: rows are of deltas that the stream does not have: they are to be replaced, and others asked meanwhile.
@@ -117,7 +117,6 @@ class DeltaProgress:
     published_at: float | None = None
     stream_last: int = 0
     fresh_at: float | None = None
-    batches: int = 0
     rows: int = 0
     refused: int = 0
     reason: str = ""
@@ -171,7 +170,6 @@ class DeltaPosition:
             published_at=published_at,
             stream_last=max(before.stream_last, sequence),
             fresh_at=published if before.fresh_at is None else max(before.fresh_at, published),
-            batches=before.batches + 1,
             rows=before.rows + rows,
             reason="",
         )

@@ -1,8 +1,8 @@
 """Encode deltas of format 2: a commit that names its predecessor, and beside it the rows, by partition.
 
 A row's partition follows from its bucket, so that a shard's followers read the parts they hold and no others. Each part
-names the last part of its partition as well. What lies where is documented in docs/deltas.md. Numbers are
-little-endian; a digest is XXH3-128.
+names the last part of its partition as well. A commit is MessagePack (https://msgpack.org), a part is flat; what lies
+where is documented in docs/deltas.md. Numbers are little-endian; a digest is XXH3-128.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Annotated, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from loader.deltas.batch import DTYPES, DeltaBatch
+from loader.deltas.batch import DeltaBatch
 from loader.errors import DeltaError, DeltaFormatError
 from loader.snapshot.buckets import Int64Array, RowBuckets
 from loader.snapshot.tables import RowDtype, TableSpec
@@ -31,9 +32,6 @@ WRITE_ROWS: Final = 0
 """The only operation so far: complete rows by row number."""
 NOTHING: Final = bytes(DIGEST_BYTES)
 """In place of a predecessor's digest where there is none, or where it is not known any more."""
-# sequence, previous, predecessor, delta_base, base_version, published_at, token, digest of the parts' digests,
-# row_bytes, embedding_dim, dtype, bytes of both names, column slices
-_COMMIT = struct.Struct("<QQ16sQQdQ16sIIHHHH")
 # format, partition, operation, zeros, sequence, token, predecessor, rows, zeros
 _PART = struct.Struct("<HHHHQQ16sII")
 _COMMIT_START = len(MAGIC) + DIGEST_BYTES
@@ -93,15 +91,15 @@ class Tail:
     heads: Heads = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Commit:
+class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
     """What an entry of format 2 says of its rows, which lie beside it.
 
     Attributes:
         previous, predecessor: number and digest of the entry before; 0 and zeros for the first.
         token: of the publisher, higher than that of any publisher that began earlier.
-        part_bytes: uint32 [256], of each partition's part; 0 for one without.
-        digest: its own.
+        parts_digest: of the parts' digests, one behind the other.
+        sizes: bytes of each partition's part, uint32 [256]; 0 for one without.
+        digest: its own; not in what is encoded.
         delta_base, base_version, published_at, table, column_dims: as of `DeltaBatch`.
     """
 
@@ -118,47 +116,27 @@ class Commit:
     embedding_dim: int
     row_bytes: int
     column_dims: tuple[int, ...]
-    part_bytes: npt.NDArray[np.uint32]
-    digest: bytes
+    parts_digest: bytes
+    sizes: Annotated[bytes, msgspec.Meta(min_length=4 * NUM_PARTITIONS, max_length=4 * NUM_PARTITIONS)]
+    digest: bytes = b""
 
     @classmethod
     def decode(cls, payload: bytes) -> Commit:
         """Read a commit. Raises DeltaFormatError if it is not what was published."""
-        if len(payload) < _COMMIT_START + _COMMIT.size + 4 * NUM_PARTITIONS or not is_commit(payload):
-            raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no commit of a delta")
-        digest = payload[len(MAGIC) : _COMMIT_START]
-        if digest_of(memoryview(payload)[_COMMIT_START:]) != digest:
-            raise DeltaFormatError(f"a commit of {len(payload)} bytes does not have the checksum that it states")
-        fields = _COMMIT.unpack_from(payload, _COMMIT_START)
-        sequence, previous, predecessor, base, trained_from, published_at, token, _, *sizes = fields
-        row_bytes, dim, dtype, model_bytes, table_bytes, num_slices = sizes
-        parts = _COMMIT_START + _COMMIT.size
-        slices = parts + 4 * NUM_PARTITIONS
-        names = slices + 4 * num_slices
-        if len(payload) != names + model_bytes + table_bytes or dtype >= len(DTYPES):
-            raise DeltaFormatError(f"the commit of delta {sequence}: {len(payload)} bytes, dtype {dtype}")
+        digest, content = payload[len(MAGIC) : _COMMIT_START], memoryview(payload)[_COMMIT_START:]
+        if not is_commit(payload) or digest_of(content) != digest:
+            raise DeltaFormatError(
+                f"{len(payload)} bytes that begin with {payload[:8]!r} are no commit, or not of the digest they state"
+            )
         try:
-            model = payload[names : names + model_bytes].decode()
-            table = payload[names + model_bytes :].decode()
-        except UnicodeDecodeError as error:
-            raise DeltaFormatError(f"the commit of delta {sequence}: a name is not UTF-8: {error}") from error
-        return cls(
-            model=model,
-            delta_base=base,
-            base_version=trained_from,
-            sequence=sequence,
-            previous=previous,
-            predecessor=predecessor,
-            published_at=published_at,
-            token=token,
-            table=table,
-            dtype=DTYPES[dtype],
-            embedding_dim=dim,
-            row_bytes=row_bytes,
-            column_dims=struct.unpack_from(f"<{num_slices}I", payload, slices),
-            part_bytes=np.frombuffer(payload, "<u4", NUM_PARTITIONS, parts),
-            digest=digest,
-        )
+            return msgspec.structs.replace(msgspec.msgpack.decode(content, type=cls), digest=digest)
+        except msgspec.MsgspecError as error:
+            raise DeltaFormatError(f"a commit of a delta can't be read: {error}") from error
+
+    @property
+    def part_bytes(self) -> npt.NDArray[np.uint32]:
+        """Bytes of each partition's part, uint32 [256]."""
+        return np.frombuffer(self.sizes, "<u4")
 
     @property
     def rows_bytes(self) -> int:
@@ -167,9 +145,9 @@ class Commit:
 
     def ranges(self, partitions: Partitions) -> list[tuple[int, int]]:
         """Return which bytes [begin, end) of the entry's rows are the parts of these partitions, neighbours joined."""
-        ends = np.cumsum(self.part_bytes, dtype=np.int64)
-        wanted = np.flatnonzero(partitions & (self.part_bytes > 0))
-        begins, ends = (ends - self.part_bytes)[wanted], ends[wanted]
+        sizes = self.part_bytes.astype(np.int64)
+        ends, wanted = np.cumsum(sizes), np.flatnonzero(partitions & (sizes > 0))
+        begins, ends = (ends - sizes)[wanted], ends[wanted]
         # A run of neighbours ends where the next one does not begin.
         breaks = np.flatnonzero(begins[1:] != ends[:-1])
         firsts, lasts = begins[np.append(0, breaks + 1)[: wanted.size]], ends[np.append(breaks, -1)[: wanted.size]]
@@ -257,28 +235,28 @@ def encode_commit(
         heads[partition] = digest_of(content)
         pieces += (heads[partition], content)
         begin = end
-    model, table, slices = batch.model.encode(), batch.table.encode(), batch.column_dims
-    part_bytes = np.where(counts, _PART_START + counts * (8 + row_bytes), 0).astype("<u4")
-    fixed = _COMMIT.pack(
-        batch.sequence,
-        tail.sequence,
-        tail.digest,
-        batch.delta_base,
-        batch.base_version,
-        batch.published_at,
-        token,
-        digest_of(b"".join(pieces[::2])),
-        row_bytes,
-        batch.embedding_dim,
-        DTYPES.index(batch.dtype),
-        len(model),
-        len(table),
-        len(slices),
+    content = msgspec.msgpack.encode(
+        Commit(
+            model=batch.model,
+            delta_base=batch.delta_base,
+            base_version=batch.base_version,
+            sequence=batch.sequence,
+            previous=tail.sequence,
+            predecessor=tail.digest,
+            published_at=batch.published_at,
+            token=token,
+            table=batch.table,
+            dtype=batch.dtype,
+            embedding_dim=batch.embedding_dim,
+            row_bytes=row_bytes,
+            column_dims=batch.column_dims,
+            parts_digest=digest_of(b"".join(pieces[::2])),
+            sizes=np.where(counts, _PART_START + counts * (8 + row_bytes), 0).astype("<u4").tobytes(),
+        )
     )
-    body = b"".join((fixed, part_bytes.tobytes(), struct.pack(f"<{len(slices)}I", *slices), model, table))
-    digest = digest_of(body)
+    digest = digest_of(content)
     rows = b"".join((*pieces, encode_heads(heads)))
-    return MAGIC + digest + body, rows, Tail(batch.sequence, digest, heads)
+    return MAGIC + digest + content, rows, Tail(batch.sequence, digest, heads)
 
 
 def encode_heads(heads: Heads) -> bytes:

@@ -51,10 +51,15 @@ _COUNTERS = {
         "Values that kernels found to name no row of their table, or one that is on no card; pooled as zeros.",
         (*_NODE, "reason"),
     ),
+    "delta_forks": (
+        "Times that a node's deltas were not those of their stream any more: its rows are replaced.",
+        _NODE,
+    ),
 }
 NODE_FAMILIES = (
     *("memory_bytes", "rows_looked_up", "cards_peer_access", "card_bad_values", "cards_failed"),
     *("version_state", "version_leases", "delta_sequence", "delta_lag", "delta_staleness_seconds"),
+    "delta_forks",
 )
 """What a shard node tells at a port of its own, by the names under which serving processes tell it too."""
 
@@ -248,5 +253,6 @@ def node_samples(model: str, replica: str, info: NodeInfo, now: float) -> Iterat
         if served.delta_fresh_at is not None or served.delta_sequence > 0:
             yield "delta_sequence", node, served.delta_sequence
             yield "delta_lag", node, served.delta_lag
+            yield "delta_forks", node, served.delta_forks
             if (seconds := staleness_s(served, now)) is not None:
                 yield "delta_staleness_seconds", node, seconds

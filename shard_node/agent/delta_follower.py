@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -24,10 +24,10 @@ from loader.deltas.chain import (
     is_commit,
     partition_of_bucket,
 )
-from loader.errors import DeltaError, DeltaFormatError, RegistryError, RegistryUnavailableError, ShardrankError
+from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError, ShardrankError
 from loader.progress import ended
 from loader.registry.fleet import delta_stream
-from loader.registry.registry import Registry, StreamEntry
+from loader.registry.registry import MAX_SEQUENCE, Registry, StreamEntry
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.tables import Frozen
 from shard_node.buckets import Partition
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 WRITE_BYTES: Final = 512 << 10
 """Copied while lookups wait: some tenths of a millisecond."""
-NO_PARTS: Final[Mapping[int, Sequence[bytes]]] = {}
 RETRY_S: Final = 10.0
 """After a follower that could not go on; its stream may be whole again."""
 CATCH_UP_LIMIT_S: Final = 60.0
@@ -125,7 +124,7 @@ class DeltaFollower:
             # Waits for nothing: what was handed to it has ended.
             executor.shutdown(wait=False)
 
-    def apply(self, entries: Sequence[StreamEntry], parts: Mapping[int, Sequence[bytes]] = NO_PARTS) -> None:
+    def apply(self, entries: Sequence[StreamEntry], parts: Mapping[int, Sequence[bytes]]) -> None:
         """Apply what comes next; what is applied already is passed over. Blocks; called in a thread of its own.
 
         `parts` are, by number, the bytes of the rows that lie beside entries. Raises DeltaError if the next one is
@@ -136,13 +135,10 @@ class DeltaFollower:
         for entry in entries:
             if self._stopping:
                 return
-            commit = Commit.decode(entry.payload) if is_commit(entry.payload) else None
-            if not self._is_next(entry, commit):
+            stated = Commit.decode(entry.payload) if is_commit(entry.payload) else DeltaBatch.decode(entry.payload)
+            if not self._is_next(entry, stated):
                 continue
-            batch = None if commit is not None else DeltaBatch.decode(entry.payload)
-            stated = commit or batch
-            assert stated is not None
-            name, heads = f"delta {stated.sequence} of {stated.model!r} from {stated.delta_base}", dict[int, bytes]()
+            name = f"delta {stated.sequence} of {stated.model!r} from {stated.delta_base}"
             if (stated.model, stated.delta_base) != (self._model, self._delta_base):
                 raise DeltaError(
                     f"{self._where} follows {self._stream}, in which {name} must not be", kind="delta_base"
@@ -152,12 +148,15 @@ class DeltaFollower:
             slices = layout.slices.get(stated.table)
             if slices is None:
                 raise DeltaFormatError(f"{self._where}: {name} is for table {stated.table!r}, which it does not have")
-            if commit is not None:
-                of_table = self._partitions[commit.table]
-                batch, heads = commit.decode_parts(of_table, parts.get(entry.sequence, ()), position.heads)
+            heads: dict[int, bytes] = {}
+            if isinstance(stated, Commit):
+                pieces = parts.get(entry.sequence, ())
+                batch, heads = stated.decode_parts(self._partitions[stated.table], pieces, position.heads)
+            else:
+                batch = stated
             written = 0 if batch is None else self._write(batch, slices)
             position.heads.update(heads)
-            position.digest, position.is_chained = entry_digest(entry.payload), commit is not None
+            position.digest, position.is_chained = entry_digest(entry.payload), batch is not stated
             position.applied(stated.sequence, stated.published_at, written, self._clock())
 
     def _write(self, batch: DeltaBatch, slices: tuple[int, ...]) -> int:
@@ -170,14 +169,13 @@ class DeltaFollower:
             written += self._engine.write_rows(table, batch.rows[begin:end], batch.stored[begin:end])
         return written
 
-    def _is_next(self, entry: StreamEntry, commit: Commit | None) -> bool:
+    def _is_next(self, entry: StreamEntry, stated: Commit | DeltaBatch) -> bool:
         """Return whether an entry follows what was applied, or was applied. Raises DeltaError if it is neither."""
         position, sequence, number = self._position, self._position.sequence, entry.sequence
         if number <= sequence:
-            if number == sequence and position.digest not in (b"", digest := entry_digest(entry.payload)):
-                raise self._fork(f"where it is another one ({digest.hex()})")
+            self._check_same(entry)
             return False
-        previous = number - 1 if commit is None else commit.previous
+        previous = stated.previous if isinstance(stated, Commit) else number - 1
         if previous > sequence:
             raise DeltaError(
                 f"{self._where} needs what follows delta {sequence}, but {self._stream} begins with {number} after "
@@ -185,78 +183,74 @@ class DeltaFollower:
                 kind="delta_gap",
             )
         # A snapshot may contain deltas that were lost: as long as no other was applied, it goes on from there.
-        if commit is not None and position.digest:
+        if isinstance(stated, Commit) and position.digest:
             allowed = (position.digest, NOTHING) if previous == sequence else ()
-            if commit.predecessor not in allowed:
-                raise self._fork(f"where {number} follows {previous} ({commit.predecessor.hex()})")
+            if stated.predecessor not in allowed:
+                raise self._fork(f"where {number} follows {previous} ({stated.predecessor.hex()})")
         return True
+
+    def _check_same(self, entry: StreamEntry) -> None:
+        digest = entry_digest(entry.payload)
+        if entry.sequence == self._position.sequence and self._position.digest not in (b"", digest):
+            raise self._fork(f"where it is another one ({digest.hex()})")
 
     def _fork(self, what: str) -> DeltaError:
         applied = f"{self._position.sequence} ({self._position.digest.hex()})"
         return DeltaError(f"{self._where} has delta {applied} of {self._stream}, {what}", kind="delta_fork")
 
     async def _round(self, executor: ThreadPoolExecutor) -> float:
-        refused = self._position.snapshot().reason
+        """Read and apply what comes next. Return for how long to pause. Raises DeltaError as `run`."""
+        config, refused = self._config, self._position.snapshot().reason
         try:
-            pause_s = await self._advance(executor)
+            await self._check_end()
+            looked_at, after = self._clock(), self._position.sequence
+            entries = await self._registry.read(self._stream, after, config.max_entries, config.max_bytes)
+            if self._silent:
+                logger.info("%s: the registry answers again", self._where)
+                self._silent = False
+            self._position.seen(entries[-1].sequence if entries else after, looked_at)
+            if not entries:
+                return config.poll_s
+            entries, parts = await self._read_parts(entries)
+            started_at = time.perf_counter()
+            work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries, parts)
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                # The rows are about to be freed: the thread must not write to them any more.
+                self._stopping = True
+                await ended(work)
+                raise
         except RegistryUnavailableError as error:
             if not self._silent:
                 logger.warning("%s: deltas wait until the registry answers: %s", self._where, error)
             self._silent = True
-            return self._config.retry_s
+            return config.retry_s
         except DeltaError as error:
             if refused != str(error):
                 logger.error("a delta is not applied: %s", error)
             self._position.refused(str(error), forked=error.kind == "delta_fork")
             if error.kind in ("delta_fork", "delta_gap"):
                 raise
-            return self._config.retry_s
-        if self._silent:
-            logger.info("%s: the registry answers again", self._where)
-            self._silent = False
-        if refused and not self._position.snapshot().reason:
+            return config.retry_s
+        if refused:
             logger.info("%s: deltas are applied again", self._where)
-        return pause_s
-
-    async def _advance(self, executor: ThreadPoolExecutor) -> float:
-        """Read and apply what comes next. Return for how long to pause. Raises DeltaError, RegistryError."""
-        config = self._config
-        await self._check_end()
-        looked_at, after = self._clock(), self._position.sequence
-        entries = await self._registry.read(self._stream, after, config.max_entries, config.max_bytes)
-        self._position.seen(entries[-1].sequence if entries else after, looked_at)
-        if not entries:
-            return config.poll_s
-        entries, parts = await self._read_parts(entries)
-        started_at = time.perf_counter()
-        work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries, parts)
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            # The rows are about to be freed: the thread must not write to them any more.
-            self._stopping = True
-            await ended(work)
-            raise
         return (time.perf_counter() - started_at) * (1 / config.busy_share - 1)
 
     async def _read_parts(self, entries: Sequence[StreamEntry]) -> tuple[list[StreamEntry], dict[int, list[bytes]]]:
-        """Read what lies beside as many entries as `max_bytes` allows, at least one. Return both, bytes by number."""
-        chosen, ranges, size = list[StreamEntry](), list[tuple[int, int, int]](), 0
-        parts: dict[int, list[bytes]] = {}
+        """Read what lies beside entries, up to the one that reaches `max_bytes`. Return both, bytes by number."""
+        chosen, ranges = list[StreamEntry](), list[tuple[int, int, int]]()
         for entry in entries:
-            if is_commit(entry.payload):
-                try:
-                    commit = Commit.decode(entry.payload)
-                except DeltaFormatError:
-                    chosen.append(entry)  # It is refused, once those before it are applied.
-                    break
-                of_entry = commit.ranges(self._partitions.get(commit.table, np.zeros(NUM_PARTITIONS, np.bool_)))
-                size += sum(end - begin for begin, end in of_entry)
-                if chosen and size > self._config.max_bytes:
-                    break
-                ranges += ((entry.sequence, begin, end) for begin, end in of_entry)
             chosen.append(entry)
+            # What is no commit, or of no table, is refused once those before it are applied.
+            with suppress(DeltaFormatError, KeyError):
+                commit = Commit.decode(entry.payload)
+                of_entry = commit.ranges(self._partitions[commit.table])
+                ranges += ((entry.sequence, begin, end) for begin, end in of_entry)
+            if sum(end - begin for _, begin, end in ranges) >= self._config.max_bytes:
+                break
         pieces = await self._registry.read_rows(self._stream, ranges) if ranges else []
+        parts: dict[int, list[bytes]] = {}
         for (sequence, _, _), piece in zip(ranges, pieces, strict=True):
             parts.setdefault(sequence, []).append(piece)
         return chosen, parts
@@ -275,8 +269,7 @@ class DeltaFollower:
             raise DeltaError(f"{lost}: it was emptied, or is another one", kind="delta_lost")
         if bounds.last == sequence and position.is_chained:
             for entry in await self._registry.read(self._stream, sequence - 1, 1):
-                if entry.sequence == sequence:
-                    self._is_next(entry, None)
+                self._check_same(entry)
         self._looked_at_end = now
         position.seen(bounds.last, now)
 
@@ -286,101 +279,89 @@ def _read_partitions(tables: FollowedRows) -> dict[str, Partitions]:
     layout, read = tables.engine.layout, dict[str, Partitions]()
     for table, slices in layout.slices.items():
         buckets = RowBuckets.of(layout.tables[slices[0]])
-        here = np.ones(buckets.count, np.bool_)
+        is_local = np.ones(buckets.count, np.bool_)
         if tables.partition is not None:
-            here = np.logical_or.reduce([tables.partition.card_of_bucket[number] >= 0 for number in slices])
+            is_local = np.logical_or.reduce([tables.partition.card_of_bucket[number] >= 0 for number in slices])
             if len(slices) > 1 and buckets.seed is not None:
-                here[:] = here.any()  # Each slice mixes rows in its way, and a part has rows of all buckets of a slice.
+                # Each slice mixes its rows by its name, so a part has rows of every shard that has a slice.
+                is_local[:] = is_local.any()
         read[table] = np.zeros(NUM_PARTITIONS, np.bool_)
-        read[table][partition_of_bucket(buckets)[here]] = True
+        read[table][partition_of_bucket(buckets)[is_local]] = True
     return read
 
 
-async def catch_up(registry: Registry, model: str, version: int, tables: LoadedTables) -> None:
+async def catch_up(
+    registry: Registry, model: str, version: int, tables: LoadedTables, limit_s: float | None = CATCH_UP_LIMIT_S
+) -> None:
     """Apply what its stream of deltas holds by now to tables that nobody uses yet; then nothing writes to them.
 
-    What can't be applied, or not within `CATCH_UP_LIMIT_S`, is logged and left to whoever follows the stream from then
-    on: old rows are better than none.
+    What can't be applied, or not within `limit_s` (None for no limit), is logged and left to whoever follows the stream
+    from then on: old rows are better than none.
     """
-    deltas, reason, looked_at = tables.deltas, "", time.time()
+    deltas, until, reason, looked_at = tables.deltas, MAX_SEQUENCE, "", time.time()
     try:
-        until = (await registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
-    except RegistryError as error:
-        logger.warning("version %d of %s is loaded without its deltas, which can't be read: %s", version, model, error)
-        return
-    deltas.seen(until, looked_at)
-    try:
-        async with asyncio.timeout(CATCH_UP_LIMIT_S):
+        async with asyncio.timeout(limit_s):
+            until = (await registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
+            deltas.seen(until, looked_at)
             await DeltaFollower(registry, model, version, tables).run(until)
     except TimeoutError:
-        reason = f"not applied within {CATCH_UP_LIMIT_S:g} s"
+        reason = f"not applied within {limit_s} s"
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    if (applied := deltas.sequence) < until:
+    if deltas.sequence < until:
         reason = reason or deltas.snapshot().reason
-        logger.error(
-            "version %d of %s is loaded without deltas %d to %d: %s", version, model, applied + 1, until, reason
-        )
-
-
-@dataclass(slots=True)
-class _Following:
-    task: asyncio.Task[None]
-    gap: str = ""
-    stopped_at: float = float("-inf")
+        logger.error("version %d of %s is loaded without deltas after %d: %s", version, model, deltas.sequence, reason)
 
 
 class Followers:
-    """Starts and stops the followers of a process, one for each version; `forks` counts what ended for a fork."""
+    """Starts and stops the followers of a process, one for each version.
+
+    `gaps` are why versions that shall follow can't, `forks` count those that ended for a fork.
+    """
 
     def __init__(self, registry: Registry) -> None:
+        self.gaps: dict[tuple[str, int], str] = {}
         self.forks = Counter[tuple[str, int]]()
         self._registry = registry
-        self._following: dict[tuple[str, int], _Following] = {}
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def reconcile(self, model: str, versions: Mapping[int, LoadedTables]) -> None:
         """Has exactly these versions of a model follow."""
-        for name, version in list(self._following):
+        for name, version in list(self._tasks):
             if name == model and version not in versions:
                 await self.stop(model, version)
         for version, tables in versions.items():
-            before = self._following.get((model, version))
-            if tables.deltas.snapshot().forked:
-                continue
-            # One whose stopping was cut short has no gap, and ends nevertheless.
-            if before is None or (before.task.done() and time.monotonic() - before.stopped_at >= RETRY_S):
+            before = self._tasks.get((model, version))
+            if (before is None or before.done()) and not tables.deltas.snapshot().forked:
                 follower = DeltaFollower(self._registry, model, version, tables)
                 task = asyncio.create_task(self._follow(model, version, follower), name=f"deltas {model} {version}")
-                self._following[model, version] = _Following(task)
-
-    def gap(self, model: str, version: int) -> str:
-        """Return why a version that shall follow can't; "" if it can, or does not follow."""
-        following = self._following.get((model, version))
-        return "" if following is None else following.gap
+                self._tasks[model, version] = task
 
     async def stop(self, model: str, version: int) -> None:
         """Stop a follower, if there is one: nothing writes rows of the version any more afterwards."""
-        following = self._following.get((model, version))
-        if following is None:
+        task = self._tasks.get((model, version))
+        if task is None:
             return
-        following.task.cancel()
+        task.cancel()
         # It stays known until it has ended: a wait that is cancelled must not let another one begin beside it.
-        await asyncio.wait([following.task])
-        if self._following.get((model, version)) is following:
-            del self._following[model, version]
+        await asyncio.wait([task])
+        if self._tasks.get((model, version)) is task:
+            del self._tasks[model, version]
+            self.gaps.pop((model, version), None)
 
     async def close(self) -> None:
         """Stop all."""
-        for model, version in list(self._following):
+        for model, version in list(self._tasks):
             await self.stop(model, version)
 
     async def _follow(self, model: str, version: int, follower: DeltaFollower) -> None:
+        self.gaps.pop((model, version), None)
         try:
             await follower.run()
         except Exception as error:
-            following = self._following.get((model, version))
-            if following is not None:
-                following.gap, following.stopped_at = f"{type(error).__name__}: {error}", time.monotonic()
+            self.gaps[model, version] = f"{type(error).__name__}: {error}"
             self.forks[model, version] += getattr(error, "kind", "") == "delta_fork"
             unforeseen = None if isinstance(error, ShardrankError) else error
             logger.error("version %d of %s gets no deltas, tried again: %s", version, model, error, exc_info=unforeseen)
+            # Then it is followed again: its stream may be whole.
+            await asyncio.sleep(RETRY_S)

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,7 +25,6 @@ from loader.registry.fleet import (
     NodeRecord,
     PublishedVersion,
     VersionReport,
-    VersionState,
     WantedModel,
     cut_reason,
 )
@@ -33,7 +34,7 @@ from loader.snapshot.tables import Frozen
 from loader.stores import open_store
 from loader.stores.cache import FETCHING, StoreUrl
 from shard_node.agent.agent import Agent
-from shard_node.agent.delta_follower import RETRY_S, Followers, catch_up
+from shard_node.agent.delta_follower import CATCH_UP_LIMIT_S, RETRY_S, Followers, catch_up
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
@@ -179,16 +180,15 @@ class NodeActions:
 
     async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load this shard's rows in a thread; one that is followed catches up. Raises as `stage_tables`."""
-        tables = await self._load(model, version, follows=version in desired.follow, tell=tell)
-        try:
+        limit_s = CATCH_UP_LIMIT_S if version in desired.follow else 0
+        async with self._loaded(model, version, limit_s, tell) as tables:
             self._node.generations.stage(model, version, tables)
-        except BaseException:
-            tables.close()
-            raise
 
-    async def _load(
-        self, model: str, version: int, *, follows: bool, tell: Callable[[float], None] = lambda share: None
-    ) -> LoadedTables:
+    @asynccontextmanager
+    async def _loaded(
+        self, model: str, version: int, limit_s: float | None, tell: Callable[[float], None] = lambda share: None
+    ) -> AsyncIterator[LoadedTables]:
+        """Yield tables that may catch up for `limit_s`; they are closed if the block fails."""
         published = await self._fleet.version(model, version)
         await self._fleet.check_identity()
         if published is None:
@@ -226,13 +226,13 @@ class NodeActions:
 
         tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)
         try:
-            if follows:
-                await catch_up(self._fleet.registry, model, version, tables)
+            if limit_s != 0:
+                await catch_up(self._fleet.registry, model, version, tables, limit_s)
                 await self._fleet.check_identity()
+            yield tables
         except BaseException:
             tables.close()
             raise
-        return tables
 
     async def reconcile(self, desired: WantedModel) -> bool:
         """As `Actions.reconcile`: starts and stops followers, has forked rows mended, and marks the live version."""
@@ -247,14 +247,15 @@ class NodeActions:
             follow = {version: loaded[version].payload for version in followed if version in loaded}
             await self._followers.reconcile(model, follow)
         for version, tables in follow.items():
-            if tables.deltas.snapshot().forked and (model, version) not in self._mending:
+            before = self._mending.get((model, version))
+            if tables.deltas.snapshot().forked and (before is None or before.done()):
                 mending = asyncio.create_task(self._mend(model, version), name=f"mend {model} {version}")
                 self._mending[model, version] = mending
         return set(self.desired_versions(desired)) == set(loaded)
 
     async def retire(self, model: str, version: int) -> None:
         """As `Actions.retire`: stops following, and waits until the last lease has ended and the rows are freed."""
-        if (mending := self._mending.get((model, version))) is not None:
+        if (mending := self._mending.pop((model, version), None)) is not None:
             mending.cancel()
             await asyncio.wait([mending])
         await self._withdraw(model, version)
@@ -271,44 +272,41 @@ class NodeActions:
 
         They are loaded beside. Where memory is not granted for both, the version is withdrawn, and so staged anew.
         """
-        key = model, version
         try:
-            try:
-                tables = await self._load(model, version, follows=True)
-            except MemoryBudgetError as error:
-                logger.warning("version %d of %s is to be staged anew, not mended beside: %s", version, model, error)
-                while not await self._may_go(model, version):  # noqa: ASYNC110  # other nodes change it
-                    await asyncio.sleep(ANNOUNCED_S)
-                self._going.add(key)
-                await asyncio.sleep(ANNOUNCED_S)
-                await self._withdraw(model, version)
-                return
-            progress = tables.deltas.snapshot()
-            try:
+            async with self._loaded(model, version, limit_s=None) as tables:
+                progress = tables.deltas.snapshot()
                 if progress.forked or not (progress.has_caught_up or progress.reason):
                     raise DeltaError(progress.reason or "its deltas can't be read", kind="delta_fork")
                 async with self._changing[model]:
                     await self._followers.stop(model, version)
                     self._node.generations.replace(model, version, tables)
-            except BaseException:
-                tables.close()
-                raise
             logger.warning("version %d of %s is mended: its rows have delta %d", version, model, progress.sequence)
+        except MemoryBudgetError as error:
+            logger.warning("version %d of %s is to be staged anew, not mended beside: %s", version, model, error)
+            await self._stage_anew(model, version)
         except Exception as error:
             unforeseen = None if isinstance(error, ShardrankError) else error
             logger.error("version %d of %s is not mended yet: %s", version, model, error, exc_info=unforeseen)
             await asyncio.sleep(RETRY_S)
+
+    async def _stage_anew(self, model: str, version: int) -> None:
+        await asyncio.sleep(ANNOUNCED_S)
+        while not await self._may_go(model, version):  # noqa: ASYNC110  # other nodes change it
+            await asyncio.sleep(ANNOUNCED_S)
+        self._going.add((model, version))
+        try:
+            await asyncio.sleep(ANNOUNCED_S)
+            await self._withdraw(model, version)
         finally:
-            self._going.discard(key)
-            del self._mending[key]
+            self._going.discard((model, version))
 
     async def _may_go(self, model: str, version: int) -> bool:
         """Return whether forked rows may go before others come: replica by replica, while another one answers."""
         nodes = {node.node_id: node for node in await self._fleet.nodes()}
         if (this := nodes.pop(self._config.node_id, None)) is None:
             return False
-        place = this.kind, this.num_shards, this.shard_index
-        replicas = [node for node in nodes.values() if (node.kind, node.num_shards, node.shard_index) == place]
+        shard = attrgetter("kind", "num_shards", "shard_index")
+        replicas = [node for node in nodes.values() if shard(node) == shard(this)]
         reports = [(node.node_id, report) for node in replicas if (report := node.report(model, version)) is not None]
         if any(report.state in ("waiting", "staging", "draining") for _, report in reports):
             return False
@@ -394,17 +392,15 @@ class NodeActions:
     def _report(self, model: str, version: int, generation: Generation[LoadedTables]) -> VersionReport:
         tables = generation.payload
         deltas = tables.deltas.snapshot()
-        gap = self._followers.gap(model, version)
+        gap = self._followers.gaps.get((model, version), "")
         tiers = Counter[str]()
         for use in tables.engine.memory():
             tiers[use.tier] += use.size_bytes
-        state: VersionState = "draining" if (model, version) in self._going else "ready"
-        if gap and not deltas.forked and self._live.get(model) != version:
-            state = "refused"
+        is_refused = gap and not deltas.forked and self._live.get(model) != version
         return VersionReport(
             model=model,
             version=version,
-            state=state,
+            state="refused" if is_refused else "draining" if (model, version) in self._going else "ready",
             progress=1.0,
             reason=cut_reason(gap or deltas.reason),
             identity=tables.manifest_identity,

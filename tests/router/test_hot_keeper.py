@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -27,13 +28,14 @@ from router.shard import ReplicaSource, ReplicatedShard
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.agent.delta_follower import Followers
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
+from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
 from shard_node.errors import MemoryBudgetError
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shardrank_testing import bags as table_bags
 from shardrank_testing import nodes as running
-from shardrank_testing.deltas import register_version
+from shardrank_testing.deltas import StreamWriter, register_version
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import hot_keys, lookup, make_node, make_router
 
@@ -68,13 +70,14 @@ class Nodes:
         self.stack.push_async_callback(self.registry.close)
         return self
 
-    async def follow(self, *names: tuple[int, int]) -> None:
-        """Have these nodes, or all, follow deltas."""
+    async def follow(self, *names: tuple[int, int]) -> Followers:
+        """Have these nodes, or all, follow deltas; the last one by the followers that are returned."""
         for name in names or self.nodes:
             followers = Followers(self.registry)
             payload = self.nodes[name].generations.payload(MODEL, self.snapshot.version)
             await followers.reconcile(MODEL, {self.snapshot.version: payload})
             self.stack.push_async_callback(followers.close)
+        return followers
 
     async def publish(self, table: str, rows: list[int], value: float) -> int:
         values = np.full((len(rows), TABLES[table].embedding_dim), value, np.float32)
@@ -257,6 +260,29 @@ async def test_without_a_registry_a_delta_empties_the_tier(nodes, caplog):
     await nodes.follow()
     await until(lambda: not keeper.rows.current.keys.size)
     assert "row updates" in caplog.text
+
+
+async def test_copies_are_dropped_while_a_node_has_forked(nodes, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("router.hot_keeper.RETRY_S", 0.05)
+    stream = StreamWriter(SPEC)
+    stream.write("user", [7], np.full((1, 16), 1.0))
+    await stream.put(nodes.registry)
+    followers = [await nodes.follow(name) for name in nodes.nodes]
+    keeper = await nodes.keep()
+    await until(lambda: held(keeper.rows.current, "user")[7][0] == 1.0)
+    shutil.rmtree(tmp_path / "registry" / "streams")
+    stream = StreamWriter(SPEC)
+    stream.write("user", [7], np.full((1, 16), 2.0))
+    await stream.put(nodes.registry)
+    await until(lambda: "row updates of a node have forked" in caplog.text)
+    assert not keeper.rows.current.keys.size
+    for (shard, replica), node, of_node in zip(nodes.nodes, nodes.nodes.values(), followers, strict=True):
+        await of_node.close()
+        tables = load_tables(nodes.snapshot, nodes.plan.partition(shard), nodes.plan.digest)
+        node.generations.replace(MODEL, nodes.snapshot.version, tables)
+        await nodes.follow((shard, replica))
+    await until(lambda: bool(keeper.rows.current.keys.size))
+    assert held(keeper.rows.current, "user")[7][0] == 2.0
 
 
 async def test_a_shard_without_nodes_is_tried_again(nodes, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from router.plan import Plan
 from shard_node.answer import EXACT, FLOAT32_SUMS, ReplyEncoding, add_answers
 from shard_node.bags import TableLayout
 from shard_node.errors import GenerationNotFoundError, InvalidBagsError
-from shard_node.node import LoadedTables, ShardNode
+from shard_node.node import DeltaPosition, LoadedTables, ShardNode
 from shard_node.split import whole
 from shardrank_testing.bags import bags_of
 from shardrank_testing.deltas import delta_spec, encoded, export_state, load_version
@@ -128,3 +128,51 @@ def test_rows_and_their_delta_are_of_one_generation(node, tables, monkeypatch, a
     with pytest.raises(InvalidBagsError):
         node.pool_with_sequence(MODEL, VERSION, BAGS.with_values(np.full(4, 99), None))
     assert [generation.leases for generation in node.generations.all()] == [0]
+
+
+def test_a_position_is_behind_until_all_deltas_are_applied():
+    position = DeltaPosition(delta_base=3, last_delta=7)
+    assert (position.sequence, position.snapshot().published_at) == (7, None)
+    assert position.snapshot().staleness_s(100.0) is None
+    position = DeltaPosition(1, 0)
+    position.seen(2, 100.0)
+    position.seen(3, 101.0)
+    assert (position.snapshot().fresh_at, position.snapshot().lag) == (None, 3)
+    for sequence in (1, 2, 3):
+        position.applied(sequence, 90.0 + sequence, 10, 102.0)
+    position.seen(3, 103.0)
+    progress = position.snapshot()
+    assert (progress.fresh_at, progress.lag, progress.rows) == (103.0, 0, 30)
+    assert progress.published_at == 93.0
+
+
+def test_a_position_catches_up_with_the_first_look():
+    """Deltas that are published later do not count, and nothing makes it fall behind again."""
+    position = DeltaPosition(1, 0)
+    assert not position.snapshot().has_caught_up
+    position.seen(2, 100.0)
+    found = []
+    for sequence in (1, 2, 3):
+        position.seen(9, 101.0)
+        found.append(position.snapshot().has_caught_up)
+        position.applied(sequence, 90.0, 10, 102.0)
+    assert [*found, position.snapshot().has_caught_up] == [False, False, True, True]
+
+
+def test_staleness_counts_from_the_last_complete_moment():
+    """A reason stays until the next delta is applied."""
+    position = DeltaPosition(1, 0)
+    position.seen(0, 100.0)
+    assert position.snapshot().staleness_s(100.5) == pytest.approx(0.5)
+    position.seen(5, 110.0)
+    position.refused("corrupt")
+    position.seen(5, 110.0)
+    assert (position.snapshot().reason, position.snapshot().refused) == ("corrupt", 1)
+    assert position.snapshot().staleness_s(110.0) == pytest.approx(10.0)
+    position.applied(1, 104.0, 1, 111.0)
+    assert position.snapshot().reason == ""
+    assert position.snapshot().staleness_s(111.0) == pytest.approx(7.0)
+    # A publisher's clock that is ahead makes nothing fresher than now.
+    position.applied(2, 500.0, 1, 112.0)
+    assert position.snapshot().staleness_s(112.0) == 0.0
+    assert position.snapshot().published_at == 500.0

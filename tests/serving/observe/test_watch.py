@@ -112,6 +112,7 @@ def test_rows_that_lag_are_reported_and_the_process_stays_ready(api_model):
             assert delta_metric(text, "delta_sequence") == 5
             assert delta_metric(text, "delta_lag") == 3
             assert delta_metric(text, "delta_staleness_seconds") == 42.0
+            assert delta_metric(text, "delta_forks_total") == 0
             answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
             assert answer.status_code == 200
             for sequence in (6, 7, 8):

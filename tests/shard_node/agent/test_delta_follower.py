@@ -22,20 +22,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.deltas.batch import DeltaBatch
+from loader.deltas.chain import NUM_PARTITIONS, Commit
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError
 from loader.registry import open_registry
 from loader.registry.fleet import delta_stream
+from loader.registry.memory import MemoryRegistry
 from loader.registry.registry import StreamBounds, StreamEntry
+from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
-from shard_node.agent.delta_follower import FollowerConfig, Followers
+from router.plan import Plan
+from shard_node.agent.delta_follower import FollowerConfig, Followers, catch_up
+from shard_node.engine.loading import load_tables
 from shard_node.node import DeltaPosition
 from shardrank_testing import deltas, nodes
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
-from shardrank_testing.deltas import MODEL, assert_stored, delta_spec, export_state, make_batch
+from shardrank_testing.deltas import (
+    MODEL,
+    StreamWriter,
+    assert_stored,
+    delta_spec,
+    encoded,
+    export_state,
+    make_batch,
+    stored_rows,
+)
 from shardrank_testing.errors import raises_kind
-from shardrank_testing.registries import REGISTRY_KINDS, registry_of
-from shardrank_testing.snapshots import random_rows, random_tables, with_slices
+from shardrank_testing.registries import REGISTRY_KINDS, redis_server, registry_of
+from shardrank_testing.snapshots import model_of, random_rows, random_tables, table_of, with_slices
 
 SPEC = delta_spec(rows=300)
 STREAM = delta_stream(MODEL, 1)
@@ -130,7 +144,7 @@ async def test_published_deltas_are_applied(scene):
         await scene.publish(25)
         await scene.caught_up()
         progress = scene.position.snapshot()
-        assert (progress.batches, progress.sequence, progress.lag, progress.refused) == (30, 30, 0, 0)
+        assert (progress.sequence, progress.lag, progress.refused) == (30, 0, 0)
         assert progress.rows > 30
     scene.check()
 
@@ -163,8 +177,9 @@ async def play(scene: Scene, step: tuple[Any, ...]) -> None:
             await scene.publish(rng=np.random.default_rng(seed))
         case ("deliver", sequences):
             entries = {entry.sequence: entry for entry in await scene.registry.read(STREAM, 0)}
+            parts = {number: await read_parts(scene.registry, entry) for number, entry in entries.items()}
             with contextlib.suppress(DeltaError):
-                scene.follower().apply([entries[number] for number in sequences if number in entries])
+                scene.follower().apply([entries[number] for number in sequences if number in entries], parts)
         case ("catch up",):
             async with scene.following():
                 await scene.caught_up()
@@ -173,6 +188,12 @@ async def play(scene: Scene, step: tuple[Any, ...]) -> None:
             scene.snapshots.append(export_state(scene.store, SPEC, scene.state, version, scene.published, 1))
         case ("stage", index, place):
             scene.stage(scene.snapshots[index % len(scene.snapshots)], place)
+
+
+async def read_parts(registry, entry: StreamEntry) -> list[bytes]:
+    """What lies beside an entry, without the heads."""
+    ranges = Commit.decode(entry.payload).ranges(np.ones(NUM_PARTITIONS, np.bool_))
+    return await registry.read_rows(STREAM, [(entry.sequence, *each) for each in ranges])
 
 
 def delta(number: int, **changes) -> StreamEntry:
@@ -196,14 +217,13 @@ BAD = {
 @pytest.mark.parametrize("bad", list(BAD))
 async def test_a_wrong_delta_is_refused_and_holds_up_later_ones(scene, bad, caplog):
     payload, message = BAD[bad]
-
-    await scene.publish()
-    await scene.registry.append(STREAM, 2, payload)
-    await scene.registry.append(STREAM, 3, delta(3).payload)
+    for number, appended in enumerate((delta(1).payload, payload, delta(3).payload), 1):
+        await scene.registry.append(STREAM, number, appended)
+    scene.state["int8"][1] = 1.0
     async with scene.following():
         await until(lambda: scene.position.snapshot().refused >= 3)
         progress = scene.position.snapshot()
-        assert (progress.sequence, progress.batches, progress.lag) == (1, 1, 2)
+        assert (progress.sequence, progress.lag) == (1, 2)
         assert message in progress.reason
         assert caplog.text.count(progress.reason) == 1  # logged once, counted each time
     scene.check()
@@ -212,14 +232,14 @@ async def test_a_wrong_delta_is_refused_and_holds_up_later_ones(scene, bad, capl
 async def test_duplicates_are_skipped_and_gaps_refused(scene):
     follower = scene.follower()
     first, second, third, fourth = map(delta, (1, 2, 3, 4))
-    follower.apply([first, first, second])
+    follower.apply([first, first, second], {})
     with raises_kind("delta_gap", match=f"needs what follows delta 2, but {STREAM} begins with 4 after 3"):
-        follower.apply([second, fourth, third])
+        follower.apply([second, fourth, third], {})
     with raises_kind("delta_fork", match=f"has delta 2 .* of {STREAM}, where it is another one"):
-        follower.apply([delta(2, published_at=9.0)])
+        follower.apply([delta(2, published_at=9.0)], {})
     assert scene.position.sequence == 2
-    follower.apply([first, second, third, second, fourth])
-    assert (scene.position.sequence, scene.position.snapshot().batches) == (4, 4)
+    follower.apply([first, second, third, second, fourth], {})
+    assert (scene.position.sequence, scene.position.snapshot().rows) == (4, 4)
 
 
 class Unsteady:
@@ -236,6 +256,9 @@ class Unsteady:
             raise RegistryUnavailableError("nobody there")
         entries = await self._registry.read(*arguments, **limits)
         return [entry for entry in entries if self.last_read is None or entry.sequence <= self.last_read]
+
+    async def read_rows(self, *arguments):
+        return await self._registry.read_rows(*arguments)
 
     async def bounds(self, stream):
         return self.reported or await self._registry.bounds(stream)
@@ -275,6 +298,109 @@ async def test_an_empty_registry_is_waited_for_and_a_lost_end_is_a_fork(scene):
     assert (scene.position.sequence, scene.position.snapshot().forked) == (4, True)
 
 
+CHAIN_STEPS = st.one_of(
+    st.tuples(st.just("write"), st.integers(0, 2), st.booleans()),
+    st.tuples(st.just("follow")),
+    st.tuples(st.just("lose"), st.integers(1, 3)),
+    st.tuples(st.just("snapshot")),
+)
+
+
+class ChainModel:
+    """What a stream is, whatever registries lose and publishers number, and what a follower of it must do."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.base = self.state = random_tables(SPEC, 5)
+        self.snapshot, self.last_delta = snapshot, 0
+        self.writer, self.applied = StreamWriter(SPEC), list[bytes]()
+        self.highest = self.first_format = 0
+        self.tables = deltas.load_version(snapshot)
+
+    def write(self, gap: int, *, knows_all: bool) -> None:
+        """Add a delta, of format 1 while that can be, then of a number that was lost unless it `knows_all`."""
+        entries = self.writer.entries
+        form = 1 if len(entries) == self.highest < 3 and not any(each.rows for each in entries) else 2
+        number = max(self.writer.last, self.last_delta, self.highest if knows_all else self.first_format) + 1
+        number += gap if form == 2 else 0
+        self.first_format += form == 1
+        rng = np.random.default_rng([number, len(entries), self.highest])
+        rows = rng.choice(300, 20, replace=False)
+        self.writer.write("int8", rows, random_rows(rng, 20, 4), number, form)
+        self.highest = max(self.highest, number)
+
+    def values(self, after: int) -> np.ndarray:
+        """The stored rows of a snapshot with what the stream has after some number."""
+        rows = encoded(SPEC.tables[0], self.state["int8"]).copy()
+        for entry in self.writer.entries:
+            if entry.tail.sequence > after:
+                rows[entry.batch.rows] = entry.batch.stored
+        return rows
+
+
+async def follow_once(registry, snapshot: Snapshot, tables) -> str:
+    """Follow until all that there is was read; the kind of the error if it can't be."""
+    clock = iter(range(1, 1 << 40))
+    follower = deltas.follow(registry, snapshot, tables, config=CONFIG, clock=lambda: float(next(clock)))
+    last, before = (await registry.bounds(STREAM)).last, tables.deltas.snapshot()
+    task = asyncio.create_task(follower.run())
+
+    def is_done() -> bool:
+        now = tables.deltas.snapshot()
+        return task.done() or now.refused > before.refused or (now.sequence >= last and now.fresh_at is not None)
+
+    # Kept by the position: what an earlier follower saw.
+    tables.deltas.now = replace(before, fresh_at=None, reason="")
+    await until(is_done)
+    task.cancel()
+    await asyncio.wait([task])
+    error = None if task.cancelled() else task.exception()
+    return getattr(error, "kind", "") or tables.deltas.snapshot().reason
+
+
+@given(st.lists(CHAIN_STEPS, max_size=14))
+async def test_followers_apply_a_chain_or_notice_that_it_is_another(steps):
+    """Two writers, a lost suffix, gaps in numbers, format 1 then 2, snapshots that contain deltas that were lost."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = ChainModel(export_state(Path(folder), SPEC, random_tables(SPEC, 5), 1))
+        for version, step in enumerate([*steps, ("follow",)], 2):
+            match step:
+                case ("write", gap, knows_all):
+                    model.write(gap, knows_all=knows_all)
+                case ("lose", count):
+                    del model.writer.entries[-count:]
+                case ("snapshot",):
+                    await check_chain(model)
+                    rows = stored_rows(model.tables.engine, "int8")
+                    model.state = {**model.state, "int8": codec_for("int8", 4).decode(rows)}
+                    model.last_delta = model.tables.deltas.sequence
+                    model.snapshot = export_state(Path(folder), SPEC, model.state, version, model.last_delta, 1)
+                    model.tables, model.applied = deltas.load_version(model.snapshot), []
+                case ("follow",):
+                    await check_chain(model)
+
+
+async def check_chain(model: ChainModel) -> None:
+    registry, entries = MemoryRegistry("memory"), model.writer.entries
+    await model.writer.put(registry)
+    before = stored_rows(model.tables.engine, "int8")
+    outcome = await follow_once(registry, model.snapshot, model.tables)
+    digests = [each.tail.digest for each in entries]
+    if not entries and model.applied:
+        assert "the registry has no" in outcome
+        np.testing.assert_array_equal(stored_rows(model.tables.engine, "int8"), before)
+        return
+    if model.applied and model.applied[-1] not in digests:
+        assert outcome == "delta_fork"
+        np.testing.assert_array_equal(stored_rows(model.tables.engine, "int8"), before)
+        model.tables.close()
+        model.tables = deltas.load_version(model.snapshot)
+        await catch_up(registry, MODEL, model.snapshot.version, model.tables)
+    else:
+        assert outcome == ""
+    model.applied = [each.tail.digest for each in entries if each.tail.sequence > model.last_delta]
+    np.testing.assert_array_equal(stored_rows(model.tables.engine, "int8"), model.values(model.last_delta))
+
+
 async def test_lost_deltas_still_count_as_missing(scene):
     registry = Unsteady(scene.registry)
     registry.last_read = 2
@@ -292,6 +418,46 @@ async def test_lost_deltas_still_count_as_missing(scene):
         await scene.caught_up()
         await until(lambda: scene.position.snapshot().fresh_at > 2e9)
         assert scene.position.snapshot().lag == 0
+
+
+async def test_followers_of_many_shards_read_as_much_as_of_few(tmp_path):
+    """What Redis sends to the followers of all shards does not grow with their number; each slice gets its rows."""
+    tables = [table_of("item", 20_000, 16, bucketing="mixed"), table_of("wide", 2000, 16, bucketing="mixed")]
+    spec = with_slices(model_of(tables, MODEL), {"wide": (4, 12)})
+    state, rng = random_tables(spec, 5), np.random.default_rng(1)
+    snapshot = export_state(tmp_path / "store", spec, state, 1)
+    with redis_server(tmp_path) as server:
+        registry = open_registry(server.url)
+        await deltas.register_version(registry, snapshot)
+        publisher = AsyncDeltaPublisher(registry, MODEL, 1)
+        for table in ["item"] * 10 + ["wide"]:
+            rows = rng.choice(len(state[table]), 1500, replace=False)
+            state[table][rows] = random_rows(rng, rows.size, 16)
+            last = await publisher.publish(table, rows, state[table][rows])
+        fresh = export_state(tmp_path / "store", spec, state, 2)
+        sent = {}
+        for num_shards in (1, 2, 4, 8):
+            plan = Plan.make(spec, num_shards=num_shards, replicate_bytes=0)
+            shards = [load_tables(snapshot, plan.partition(shard), plan.digest) for shard in range(num_shards)]
+            before = await output_bytes(registry)
+            for of_shard in shards:
+                config = FollowerConfig(max_entries=10)
+                await deltas.follow(registry, snapshot, of_shard, config=config).run(until=last - 1)
+            sent[num_shards] = await output_bytes(registry) - before
+            for of_shard in shards:
+                await deltas.follow(registry, snapshot, of_shard).run(until=last)
+            for table in spec.stored_tables:
+                total = sum(stored_rows(of_shard.engine, table.name) for of_shard in shards)
+                np.testing.assert_array_equal(total, fresh.read_rows(table.name, 0, table.num_embeddings))
+        await registry.close()
+    for num_shards in (2, 4, 8):
+        assert sent[num_shards] < 1.25 * sent[1], sent
+
+
+async def output_bytes(registry) -> int:
+    """What Redis has sent so far."""
+    information = await registry._command("INFO", "stats")
+    return int(information["total_net_output_bytes"])
 
 
 async def test_a_cancelled_follower_finishes_the_delta_it_writes(scene):
@@ -339,12 +505,12 @@ def test_deltas_of_a_sliced_table_reach_all_slices(place, tmp_path):
         batch = make_batch(spec, table.name, sequence, rows, state[table.name][rows])
         entries.append(StreamEntry(sequence, batch.encode()))
     follower = deltas.follow(None, snapshot, tables)
-    follower.apply(entries)
+    follower.apply(entries, {})
     assert_stored(tables.engine, export_state(tmp_path, spec, state, 2))
     # What training publishes is of the table; a slice is no table of it.
     batch = replace(make_batch(spec, "int8", 9, [1], np.zeros((1, 28))), table="int8.c0")
     with pytest.raises(DeltaFormatError, match=r"for table 'int8\.c0', which it does not have"):
-        follower.apply([StreamEntry(9, batch.encode())])
+        follower.apply([StreamEntry(9, batch.encode())], {})
     tables.close()
 
 
@@ -369,9 +535,8 @@ async def test_updates_of_divided_tables_equal_a_fresh_export(place, tmp_path):
         state[name][pruned.keys] = deltas.all_divisions(2).given[name][pruned.keys]
     tables = place.tables(snapshot)
     follower = deltas.follow(registry, snapshot, tables)
-    entries = await registry.read(STREAM, 0, max_entries=1000)
-    follower.apply(entries)
-    follower.apply(entries[-3:])
+    await follower.run(until=sequence)
+    follower.apply(await registry.read(STREAM, sequence - 3), {})
     assert tables.deltas.sequence == sequence
     assert_stored(tables.engine, made.export(tmp_path / "fresh", version=2))
     assert list(publisher.pruned_updates) == ["item", "film"]
@@ -411,51 +576,3 @@ async def test_an_interrupted_stop_starts_no_second_follower(scene, monkeypatch)
     assert len(followers_running()) == 1
     await followers.close()
     assert followers_running() == []
-
-
-def test_a_position_is_behind_until_all_deltas_are_applied():
-    position = DeltaPosition(delta_base=3, last_delta=7)
-    assert (position.sequence, position.snapshot().published_at) == (7, None)
-    assert position.snapshot().staleness_s(100.0) is None
-    position = DeltaPosition(1, 0)
-    position.seen(2, 100.0)
-    position.seen(3, 101.0)
-    assert (position.snapshot().fresh_at, position.snapshot().lag) == (None, 3)
-    for sequence in (1, 2, 3):
-        position.applied(sequence, 90.0 + sequence, 10, 102.0)
-    position.seen(3, 103.0)
-    progress = position.snapshot()
-    assert (progress.fresh_at, progress.lag, progress.batches, progress.rows) == (103.0, 0, 3, 30)
-    assert progress.published_at == 93.0
-
-
-def test_a_position_catches_up_with_the_first_look():
-    """Deltas that are published later do not count, and nothing makes it fall behind again."""
-    position = DeltaPosition(1, 0)
-    assert not position.snapshot().has_caught_up
-    position.seen(2, 100.0)
-    found = []
-    for sequence in (1, 2, 3):
-        position.seen(9, 101.0)
-        found.append(position.snapshot().has_caught_up)
-        position.applied(sequence, 90.0, 10, 102.0)
-    assert [*found, position.snapshot().has_caught_up] == [False, False, True, True]
-
-
-def test_staleness_counts_from_the_last_complete_moment():
-    """A reason stays until the next delta is applied."""
-    position = DeltaPosition(1, 0)
-    position.seen(0, 100.0)
-    assert position.snapshot().staleness_s(100.5) == pytest.approx(0.5)
-    position.seen(5, 110.0)
-    position.refused("corrupt")
-    position.seen(5, 110.0)
-    assert (position.snapshot().reason, position.snapshot().refused) == ("corrupt", 1)
-    assert position.snapshot().staleness_s(110.0) == pytest.approx(10.0)
-    position.applied(1, 104.0, 1, 111.0)
-    assert position.snapshot().reason == ""
-    assert position.snapshot().staleness_s(111.0) == pytest.approx(7.0)
-    # A publisher's clock that is ahead makes nothing fresher than now.
-    position.applied(2, 500.0, 1, 112.0)
-    assert position.snapshot().staleness_s(112.0) == 0.0
-    assert position.snapshot().published_at == 500.0

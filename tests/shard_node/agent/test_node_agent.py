@@ -72,7 +72,7 @@ async def test_a_node_stages_and_retires_what_is_desired(under):
     await under.announced("films", 1, None)
     assert [(one.version, one.state) for one in under.node.info().versions] == [(2, "live")]
     record = (await under.fleet.nodes())[0]
-    assert (record.kind, record.shard_index, record.num_shards) == ("shard", 0, 1)
+    assert (record.kind, record.shard_index, record.num_shards, record.delta_format) == ("shard", 0, 1, 2)
     assert 0 < record.memory_available_bytes <= record.memory_total_bytes
     await under.want("films", hold=(2, 9))
     assert (await under.announced("films", 9, "refused")).reason.startswith("SnapshotNotFoundError: ")
@@ -150,7 +150,7 @@ async def test_a_followed_version_is_staged_with_its_deltas(under, lost, caplog)
         await under.actions.reconcile(desired)
         await append(under, 4)
         await reached(under, 4)
-    assert ("version 1 of films is loaded without deltas 1 to 3" in caplog.text) == lost
+    assert ("version 1 of films is loaded without deltas after 0" in caplog.text) == lost
 
 
 async def test_readiness_is_of_the_live_version_with_its_deltas(under):

@@ -213,13 +213,14 @@ class StreamWriter:
 
     async def put(self, registry: Registry, begin: int = 0) -> None:
         """Append its entries, from the one at `begin` on, to the model's stream."""
-        stream, before = delta_stream(self.spec.model, 1), self.entries[begin - 1].tail.sequence if begin else 0
-        for entry in self.entries[begin:]:
-            if entry.rows is None:
-                await registry.append(stream, entry.tail.sequence, entry.payload)
-            else:
-                await registry.commit(stream, entry.tail.sequence, entry.payload, entry.rows, after=before)
-            before = entry.tail.sequence
+        stream, before = delta_stream(self.spec.model, 1), None
+        for number, entry in enumerate(self.entries):
+            put = StreamEntry(entry.tail.sequence, entry.payload)
+            if number >= begin and entry.rows is None:
+                await registry.append(stream, put.sequence, put.payload)
+            elif number >= begin:
+                await registry.commit(stream, put, entry.rows, before)
+            before = put
 
 
 def encoded(table: TableSpec, values: np.ndarray) -> npt.NDArray[np.uint8]:
