@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
@@ -41,8 +41,8 @@ for line in sys.stdin:
 class Trainer:
     """Publishes through the last process that was started, until it `is_over`.
 
-    Rows as they are, so that answers stay what they must be, and `changed` ones that no question has, by version, table
-    and row. `acknowledged` has versions and numbers of deltas.
+    Rows as they are, so that answers stay what they must be, and `changed` ones that no question has, by version,
+    feature and row. `acknowledged` has versions and numbers of deltas.
     """
 
     def __init__(self, fleet: OracleFleet, config: UpdatingDrillConfig, counts: Counter[str]) -> None:
@@ -51,7 +51,7 @@ class Trainer:
         self._lock = asyncio.Lock()
         self.processes: list[subprocess.Popen[str]] = []
         self.acknowledged = set[tuple[int, int]]()
-        self.changed: dict[tuple[int, str, int], list[float]] = {}
+        self.changed: dict[int, dict[str, dict[int, list[float]]]] = defaultdict(lambda: defaultdict(dict))
         self.is_over = False
 
     def start(self, environment: Mapping[str, str]) -> None:
@@ -81,7 +81,7 @@ class Trainer:
             if isinstance(answer, str):
                 raise LoadError(f"the publisher of version {live}: {answer}")
             self.acknowledged.add((live, answer))
-            self.changed[live, table.name, changed] = values[-1]
+            self.changed[live][table.feature_names[0]][changed] = values[-1]
             self._counts["updates"] += 1
 
 

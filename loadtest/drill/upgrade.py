@@ -12,7 +12,6 @@ import dataclasses
 import math
 import re
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain, zip_longest
@@ -144,17 +143,13 @@ async def restart(child: Child) -> dict[str, Any]:
 async def count_differing(fleet: OracleFleet, trainer: Trainer) -> list[int]:
     """Return how many changed rows are not as they were published last, in each of `LOOKUPS` answers."""
     url, live = f"{fleet.server.target('json')}/v1/models/{fleet.spec.model}:lookup", await fleet.live_version()
-    features, counts = {table.name: table.feature_names[0] for table in fleet.spec.tables}, list[int]()
-    rows, expected = defaultdict[str, list[list[int]]](list), defaultdict[str, list[list[float]]](list)
-    for (version, table, row), values in trainer.changed.items():
-        if version == live:
-            rows[features[table]].append([row])
-            expected[features[table]].append(values)
+    changed, counts = trainer.changed[live], list[int]()
+    body = {"sparse": {name: [[row] for row in rows] for name, rows in changed.items()}}
     for _ in range(LOOKUPS):
         # Each over its own connection, for any serving process and any replica.
         async with httpx.AsyncClient(trust_env=False) as http:
-            actual = (await http.post(url, json={"sparse": rows})).json().get("embeddings", {})
-        pairs = (zip_longest(expected[name], actual.get(name, ())) for name in expected)
+            embeddings = (await http.post(url, json=body)).json().get("embeddings", {})
+        pairs = (zip_longest(rows.values(), embeddings.get(name, ())) for name, rows in changed.items())
         counts.append(sum(expected != values for expected, values in chain.from_iterable(pairs)))
     return counts
 
