@@ -5,7 +5,6 @@ Heavy imports are made inside commands, so that `--help` is quick.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +32,8 @@ def loadtest() -> None:
 
     Examples:
       shardrank loadtest prepare --workload dlrm-v2:0.01 --store models
-      shardrank loadtest run --target http://127.0.0.1:8080 --workload dlrm-v2:0.01 --rate 200 --html run.html
+      shardrank loadtest run --target http://127.0.0.1:8080 --workload dlrm-v2:0.01 --rate 200 --json run.json
     """
-
-
-class PageFile(opts.WritableFile):
-    """A page to write, refused where what draws it is not installed."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return its path."""
-        if not (importlib.util.find_spec("matplotlib") and importlib.util.find_spec("jinja2")):
-            self.fail("pages are drawn by matplotlib: pip install 'shardrank[report]'", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-PAGE = PageFile(path_type=Path, dir_okay=False)
 
 
 same_option = click.option(
@@ -119,7 +105,6 @@ json_option = opts.option("--json", "Write the result to this file.", opts.WRITA
 @opts.count("--seed", "Of requests and their times. Default: 0.", low=0)
 @opts.option("--max-failed-share X", "The exit code is 1 if more of them failed.", opts.FiniteRange(0, 1), 0.01)
 @json_option
-@opts.option("--html", "Write a page with plots to this file.", PAGE, name="html_file")
 @click.pass_context
 def run(ctx: click.Context, /, **given: Any) -> None:
     """Send requests at a given rate and measure latency from when each was due.

@@ -30,7 +30,7 @@ from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import LocalFleet, running_fleet
 from serving.fleet.process import run_until_signalled
 from serving.fleet.workers import connectable_host, reserved_ports
-from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset
+from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset, FilmsOptions
 from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from shard_node.bags import Float32Array, Int64Array
 from shard_node.cuda.card_set import DeviceChoice
@@ -203,7 +203,7 @@ def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: 
                 config.store or temporary / "store",
                 seed=config.seed,
                 epochs=config.epochs,
-                bucketing="range" if fleet.sharding == "range" else "mixed",
+                options=FilmsOptions(bucketing="range" if fleet.sharding == "range" else "mixed"),
                 progress=bars,
             )
         expected, folder = expectation(version), version.folder

@@ -17,10 +17,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import wraps
-from itertools import zip_longest
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import click
 import numpy as np
@@ -73,34 +72,22 @@ _T_975 = (
 )  # fmt: skip
 
 
-class Ratio(NamedTuple):
-    """A ratio to the baseline: geometric mean of the rounds, and its interval, which one round has not."""
+def ratio_of(logs: npt.NDArray[np.float64]) -> tuple[float, tuple[float, float] | None]:
+    """Compute the ratio to the baseline, the geometric mean, and its interval from the logarithm of each round's ratio.
 
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @classmethod
-    def from_logs(cls, logs: npt.NDArray[np.float64]) -> Self:
-        """Compute the ratio from the logarithm of each round's ratio."""
-        rounds, value = len(logs), math.exp(float(logs.mean()))
-        if rounds < 2:
-            return cls(value=value)
-        # The same rounds are drawn for every ratio: all come from one set of resampled experiments.
-        drawn = np.random.default_rng(0).integers(0, rounds, (RESAMPLES, rounds))
-        # Beyond 30 degrees of freedom Student's distribution is nearly the normal one.
-        quantile = _T_975[rounds - 2] if rounds - 2 < len(_T_975) else NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-        tail = NormalDist().cdf(-math.sqrt(rounds / (rounds - 1)) * quantile)
-        low, high = np.quantile(logs[drawn].mean(axis=1), [tail, 1 - tail])
-        # The mean of equal numbers may differ from them in the last bit.
-        return cls(value=value, low=min(math.exp(low), value), high=max(math.exp(high), value))
-
-    def __str__(self) -> str:
-        """Write it as `0.61 × [0.58, 0.64]`."""
-        interval = (
-            "" if self.low is None or self.high is None else f" [{ratio_text(self.low)}, {ratio_text(self.high)}]"
-        )
-        return f"{ratio_text(self.value)} ×{interval}"
+    One round has no interval.
+    """
+    rounds, value = len(logs), math.exp(float(logs.mean()))
+    if rounds < 2:
+        return value, None
+    # The same rounds are drawn for every ratio: all come from one set of resampled experiments.
+    drawn = np.random.default_rng(0).integers(0, rounds, (RESAMPLES, rounds))
+    # Beyond 30 degrees of freedom Student's distribution is nearly the normal one.
+    quantile = _T_975[rounds - 2] if rounds - 2 < len(_T_975) else NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    tail = NormalDist().cdf(-math.sqrt(rounds / (rounds - 1)) * quantile)
+    low, high = np.quantile(logs[drawn].mean(axis=1), [tail, 1 - tail])
+    # The mean of equal numbers may differ from them in the last bit.
+    return value, (min(math.exp(low), value), max(math.exp(high), value))
 
 
 class Measure(NamedTuple):
@@ -111,30 +98,45 @@ class Measure(NamedTuple):
     better: Better = "lower"
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedMeasure:
-    """One measure of every subject.
+class Compared(NamedTuple):
+    """One measure of one subject: a value for each round, 0 for none, and the ratio to the baseline with its interval.
 
-    `values` are `[subjects][rounds]`, 0 for none, `middle` their medians, `ratios` `[subjects]`; empty where some value
-    is 0.
+    There is no ratio where some subject has 0 in some round.
     """
 
-    measure: Measure
-    values: tuple[tuple[float, ...], ...]
-    middle: tuple[float, ...]
-    ratios: tuple[Ratio, ...]
+    unit: str
+    better: Better
+    values: tuple[float, ...]
+    median: float
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        """Write the ratio as `0.61 × [0.58, 0.64]`."""
+        interval = "" if self.interval is None else " [{}, {}]".format(*map(ratio_text, self.interval))
+        return "" if self.ratio is None else f"{ratio_text(self.ratio)} ×{interval}"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several subjects by name, the baseline first, with the set-up that all have alike; `problems` make it invalid."""
+    """Subjects by name, the baseline first, with their measures by name, and the set-up that all have alike.
+
+    `problems` make it invalid.
+    """
 
     title: str
     setup: Mapping[str, str]
-    subjects: tuple[str, ...]
+    subjects: Mapping[str, Mapping[str, Compared]]
     rounds: int
-    measures: tuple[ComparedMeasure, ...]
     problems: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        subjects = {
+            subject: {name: compared._asdict() for name, compared in measures.items()}
+            for subject, measures in self.subjects.items()
+        }
+        return {"setup": self.setup, "baseline": next(iter(subjects)), "subjects": subjects}
 
 
 def rotated(items: Sequence[Item], number: int) -> list[Item]:
@@ -154,34 +156,33 @@ def compare_rounds(
 
     A measure has no ratios where some subject has 0 or no value, and is left out if all have none.
     """
-    compared = []
+    compared: dict[str, dict[str, Compared]] = {name: {} for name in subjects}
     for measure in measures:
         values = [[values.get(measure.name) for values in rounds] for rounds in subjects.values()]
         if any(value is not None for of_subject in values for value in of_subject):
             table = np.array([[value or 0.0 for value in of_subject] for of_subject in values])
-            ratios: tuple[Ratio, ...] = ()
+            ratios: list[tuple[float | None, tuple[float, float] | None]] = [(None, None)] * len(table)
             if (table > 0).all():
-                ratios = (Ratio(1.0), *(Ratio.from_logs(logs) for logs in np.log(table / table[0])[1:]))
-            medians = tuple(np.median(table, axis=1).tolist())
-            compared.append(ComparedMeasure(measure, tuple(map(tuple, table.tolist())), medians, ratios))
-    rounds = len(next(iter(subjects.values())))
-    return Comparison(title, setup, tuple(subjects), rounds, tuple(compared), tuple(problems))
+                ratios = [(1.0, None), *map(ratio_of, np.log(table / table[0])[1:])]
+            for of_subject, rounds, ratio in zip(compared.values(), table, ratios, strict=True):
+                median = float(np.median(rounds))
+                of_subject[measure.name] = Compared(*measure[1:], tuple(rounds.tolist()), median, *ratio)
+    return Comparison(title, setup, compared, len(next(iter(subjects.values()))), tuple(problems))
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print a row for each subject of each measure: the median, and the ratio to the baseline with its interval."""
     line(console, comparison.title)
-    rows = list[tuple[str, ...]]()
-    for compared in comparison.measures:
-        name, ratios = f"{compared.measure.name}, {compared.measure.unit}", ("", *map(str, compared.ratios[1:]))
-        for subject, median, ratio in zip_longest(comparison.subjects, compared.middle, ratios, fillvalue=""):
-            rows.append((name, str(subject), significant(float(median)), str(ratio)))
-            name = ""
+    baseline, rows = next(iter(comparison.subjects)), list[tuple[str, ...]]()
+    for name, measure in comparison.subjects[baseline].items():
+        for subject, measures in comparison.subjects.items():
+            head, ratio = (f"{name}, {measure.unit}", "") if subject == baseline else ("", str(measures[name]))
+            rows.append((head, subject, significant(measures[name].median), ratio))
     console.print(table_of("", ("", "", "#median", "#ratio"), rows, no_wrap=True))
     medians, sure = "values of one round", "(one round has no confidence interval)"
     if comparison.rounds > 1:
         medians, sure = f"medians of {comparison.rounds} rounds", f"with {CONFIDENCE:.0%} confidence intervals"
-    line(console, f"{medians}, and ratios to {comparison.subjects[0]} {sure}")
+    line(console, f"{medians}, and ratios to {baseline} {sure}")
     for problem in comparison.problems:
         line(console, f"not valid: {problem}")
 
@@ -321,25 +322,9 @@ class Bench:
             "versions": {**versions(), "torch": torch.__version__, "numpy": np.__version__},
             "rounds": self.rounds,
             "problems": self.problems,
-            "tables": {comparison.title: _table_document(comparison) for comparison in self._comparisons},
+            "tables": {comparison.title: comparison.document() for comparison in self._comparisons},
             **self.results,
         }
-
-
-def _table_document(comparison: Comparison) -> dict[str, Any]:
-    subjects: dict[str, dict[str, Any]] = {name: {} for name in comparison.subjects}
-    for compared in comparison.measures:
-        for number, measures in enumerate(subjects.values()):
-            ratio = compared.ratios[number] if compared.ratios else None
-            measures[compared.measure.name] = {
-                "unit": compared.measure.unit,
-                "better": compared.measure.better,
-                "values": compared.values[number],
-                "median": compared.middle[number],
-                "ratio": ratio and ratio.value,
-                "interval": (ratio.low, ratio.high) if ratio is not None and ratio.low is not None else None,
-            }
-    return {"setup": comparison.setup, "baseline": comparison.subjects[0], "subjects": subjects}
 
 
 def bench_command(function: Callable[..., None]) -> click.Command:

@@ -17,7 +17,7 @@ import os
 import platform
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -56,8 +56,6 @@ Rows = npt.NDArray[np.void]
 
 
 LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio")
-DocumentTable: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
-"""Title, names of columns, if they have any, and rows."""
 
 
 class Machine(Frozen):
@@ -106,29 +104,6 @@ def significant(value: float) -> str:
 def ratio_text(value: float) -> str:
     """Write one thing to another: three significant digits, at least two decimals."""
     return f"{value:.2f}" if value >= 0.995 else significant(value)
-
-
-def tables_of(document: Mapping[str, Any], title: str = "") -> Iterator[DocumentTable]:
-    """Lay a document out: its values by name, then the lists, records and documents in it."""
-    nested = {name: value for name, value in document.items() if isinstance(value, dict | list | tuple)}
-    yield title, (), [(name, value) for name, value in document.items() if name not in nested]
-    for name, value in nested.items():
-        records = list(value.values()) if isinstance(value, dict) else value
-        if records and all(isinstance(record, dict) for record in records):
-            keys = [[key] for key in value] if isinstance(value, dict) else [[]] * len(records)
-            rows = [[*key, *record.values()] for key, record in zip(keys, records, strict=True)]
-            yield name, [*([""] if keys[0] else []), *records[0]], rows
-        elif isinstance(value, dict):
-            yield from tables_of(value, name)
-        elif value:
-            yield name, (), [[each] for each in value]
-
-
-def value_text(value: Any) -> str:
-    """Write a value of a document: floats to three significant digits."""
-    if isinstance(value, float):
-        return significant(value)
-    return "–" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 class Percentiles(Frozen):
@@ -219,7 +194,7 @@ class Measured(Frozen):
     versions: dict[str, str]
 
 
-class LoadResult(Measured):
+class LoadResult(Measured, RunConfig):
     """One run at one rate.
 
     What is not listed is as in `Measured`, `OfferedLoad` and `RunConfig`.
@@ -245,10 +220,6 @@ class LoadResult(Measured):
     varied: bool
     requests: Count
     arrivals: Arrivals
-    seed: int
-    rate: Amount
-    warmup_s: Amount
-    duration_s: Amount
     timeout_ms: Amount
     slo_ms: Amount
     started_at: str

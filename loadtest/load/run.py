@@ -22,13 +22,12 @@ from loadtest.load.result import (
     SweepResult,
     line,
     outcome_of,
-    value_text,
     write_document,
 )
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from loadtest.workloads.served import describe
-from serving.cli.output import print_document
+from serving.cli.output import print_document, text_of
 from serving.cli.settings import config_of
 
 MIN_RATE = 1.0
@@ -46,7 +45,6 @@ def execute(
     max_rate: float,
     max_failed_share: float,
     json_file: Path | None,
-    html_file: Path | None,
     **given: object,
 ) -> int:
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
@@ -68,10 +66,6 @@ def execute(
             result = offered(generators, load, run, console)
     if json_file is not None:
         write_document(result, json_file)
-    if html_file is not None:
-        from loadtest.page import html
-
-        html_file.write_text(html(result), encoding="utf-8")
     show_result(result)
     if isinstance(result, SweepResult):
         return 0 if result.highest_rate is not None else 1
@@ -101,7 +95,7 @@ def run_sweep(
         changed = {"rate": rate, "seed": next(seeds), "duration_s": duration_s}
         result = offered(generators, load, first.model_copy(update=changed), console)
         outcome = outcome_of(result, load.slo_ms)
-        p99, failed = value_text(result.latency_of_due.p99_ms), sum(result.errors.values())
+        p99, failed = text_of("p99_ms", result.latency_of_due.p99_ms) or "–", sum(result.errors.values())
         line(console, f"{rate:.1f}/s: p99 {p99} ms, {failed} failed: {outcome} {'; '.join(result.invalid_because)}")
         if outcome != "kept":
             time.sleep(min(load.timeout_ms / 1000, MAX_RECOVERY_S))

@@ -26,7 +26,7 @@ from router.router import Router
 from serving.models.inputs import InputShapes, Run, find_runs, write_run
 from shard_node.bags import KeyedBags
 from shard_node.cuda.batch import BatchSize, OutputRuns
-from shard_node.cuda.kernel_params import MODES, OutDtype
+from shard_node.cuda.kernel_params import MODES, OutDtype, round_up
 
 DTYPE_NAMES: Final[dict[torch.dtype, OutDtype]] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 ALIGNED_ELEMENTS: Final = 128
@@ -156,7 +156,7 @@ class CardLayout:
                 of_run = slice(run.first, run.first + run.num_lookups)
                 self._areas[of_run] = source
                 self._columns[of_run] = width + run.dim * np.arange(run.num_lookups)
-                width += _round_up(run.num_lookups * run.dim, ALIGNED_COLUMNS)
+                width += round_up(run.num_lookups * run.dim, ALIGNED_COLUMNS)
             if width:
                 self.areas.append(Area(area.rows, width))
         self.sums = tuple(sums)
@@ -203,14 +203,14 @@ class CardLayout:
 
     def area_starts(self, batch_class: BatchClass) -> tuple[list[int], int]:
         """Return where each area of the output begins for the largest batch of a class, and the end, in elements."""
-        sizes = [_round_up(batch_class[area.rows] * area.width, ALIGNED_ELEMENTS) for area in self.areas]
+        sizes = [round_up(batch_class[area.rows] * area.width, ALIGNED_ELEMENTS) for area in self.areas]
         *starts, total = accumulate(sizes, initial=0)
         return starts, total
 
     def extra_bytes(self, batch_class: BatchClass) -> int:
         """Count the bytes that are sent along with the largest batch of a class."""
         sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in self._extra_parts(batch_class))
-        return sum(_round_up(size, ALIGNED_BYTES) for size in sizes)
+        return sum(round_up(size, ALIGNED_BYTES) for size in sizes)
 
     def extra(self, batch_class: BatchClass, sent: Tensor) -> Extra:
         """View the parts of what is sent along in its bytes, uint8 [extra bytes]."""
@@ -218,7 +218,7 @@ class CardLayout:
         for dtype, shape in self._extra_parts(batch_class):
             size = math.prod(shape) * dtype.itemsize
             views.append(sent[first : first + size].view(dtype).view(shape))
-            first += _round_up(size, ALIGNED_BYTES)
+            first += round_up(size, ALIGNED_BYTES)
         return Extra(*views)
 
     def _extra_parts(self, batch_class: BatchClass) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -229,7 +229,3 @@ class CardLayout:
             (torch.float32, (candidates, self.shapes.candidate.dense_width)),
             (torch.int64, (len(self.sequences), 2, requests)),
         ]
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -60,7 +60,7 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     from serving.training.trainer import Pruning, expectation, read_interactions, train_version
 
     given = {name: options.pop(name) for name in ("keep_share", "pruned_row")}
-    is_pruned, training = options.pop("prune"), {name: options.pop(name) for name in ("epochs", "bucketing")}
+    is_pruned, epochs = options.pop("prune"), options.pop("epochs")
     if not is_pruned and any(value is not None for value in given.values()):
         raise click.UsageError("--keep-share, --pruned-row: only with --prune")
     pruning = config_of(Pruning, given) if is_pruned else None
@@ -69,7 +69,7 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     interactions = read_interactions(movielens, ratings, seed)
     with progress_bars() as bars:
         version = train_version(
-            interactions, store, seed=seed, options=films, pruning=pruning, progress=bars, **training
+            interactions, store, seed=seed, epochs=epochs, options=films, pruning=pruning, progress=bars
         )
     quality = expectation(version)
     click.echo(f"AUC {quality.auc_fp32:.4f} (each film by its mean label: {quality.auc_item_mean:.4f})")

@@ -22,7 +22,7 @@ from loader.description import ModelDescription, TableDescription
 from loader.errors import ShardrankError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import Frozen, RowDtype, fingerprint_strings, schema_errors
+from loader.snapshot.tables import Bucketing, Frozen, RowDtype, fingerprint_strings, schema_errors
 from loader.snapshot.vocabularies_and_counts import Vocabulary
 from shard_node.bags import Float32Array, Int64Array
 
@@ -267,7 +267,7 @@ def _ascending(path: Path, name: str, ids: Sequence[str]) -> npt.NDArray[np.intp
 
 
 class FilmsOptions(Frozen):
-    """What the model of the films is made of; `dtype` and `embedding_dim` are those of every table.
+    """What the model of the films is made of; `dtype`, `embedding_dim` and `bucketing` are those of every table.
 
     `profile` adds what is known of a user beside the ratings (age, occupation, zip code), and two dense inputs of each
     film (popularity, mean label). Without it a request is four sparse features and nothing else. `crosses` adds pairs
@@ -280,6 +280,7 @@ class FilmsOptions(Frozen):
     kind: RankingKind = "target_attention"
     dtype: RowDtype = "int8"
     embedding_dim: int = Field(default=16, ge=2, le=512)
+    bucketing: Bucketing = "mixed"
     profile: bool = False
     crosses: bool = False
     tables: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -362,7 +363,7 @@ def _film_tables(interactions: Interactions, options: FilmsOptions) -> dict[str,
 
 def _described_tables(interactions: Interactions, options: FilmsOptions) -> tuple[TableDescription, ...]:
     tables = _film_tables(interactions, options)
-    shared = {"embedding_dim": options.embedding_dim, "dtype": options.dtype}
+    shared = options.model_dump(include={"embedding_dim", "dtype", "bucketing"})
     described: dict[str, TableDescription] = {}
     table_of = {feature: name for name, words in tables.items() for feature in words["feature_names"]}
     known = sorted(table_of)

@@ -24,7 +24,7 @@ from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import ArrayRows
-from loader.snapshot.tables import Bucketing, Frozen, RowDtype, VocabularyMapping, schema_errors
+from loader.snapshot.tables import Frozen, RowDtype, VocabularyMapping, schema_errors
 from loader.snapshot.writer import export_snapshot
 from loader.traces import count_values
 from router.table_sizing import fitted
@@ -179,7 +179,6 @@ def train_described(
     description: ModelDescription,
     *,
     pruning: Pruning | None = None,
-    bucketing: Bucketing = "mixed",
     seed: int = 0,
     epochs: int = DEFAULT_EPOCHS,
     progress: Progress = no_progress,
@@ -197,9 +196,6 @@ def train_described(
         counts = training_counts(dataset, description)
         kept = kept_by(pruning, description, counts)
         spec = description.compiled(kept)
-        # The same model with its rows stored in another order.
-        tables = tuple(table.model_copy(update={"bucketing": bucketing}) for table in spec.tables)
-        spec = spec.model_copy(update={"tables": tables})
     except ValidationError as error:
         raise TrainingError("; ".join(map(str, schema_errors(error, [ModelSpec])))) from error
     # Parts that are not cut out of trained rows are trained; all other tables are trained undivided.
@@ -254,20 +250,17 @@ def train_version(
     epochs: int | None = None,
     options: FilmsOptions | None = None,
     pruning: Pruning | None = None,
-    bucketing: Bucketing = "mixed",
     progress: Progress = no_progress,
 ) -> TrainedVersion:
     """Train a model and write it as the next version into a store.
 
-    `seed` is that of the split and the training, `bucketing` how rows are stored in their files. Raises TrainingError
-    and ExportError.
+    `seed` is that of the split and the training. Raises TrainingError and ExportError.
     """
     dataset = FilmsDataset.split(interactions, seed=seed)
     trained = train_described(
         dataset,
         films_description(interactions, options),
         pruning=pruning,
-        bucketing=bucketing,
         seed=seed,
         epochs=epochs or DEFAULT_EPOCHS,
         progress=progress,

@@ -41,9 +41,9 @@ MAX_LANES = 32
 NO_RUN = 0xFFFFFFFF
 """The run of a block that has nothing to do: graphs launch as many blocks as their largest batch needs."""
 
-OutDtype: TypeAlias = Literal["fp32", "fp16", "bf16"]
-OUT_DTYPES: dict[OutDtype, int] = {"fp32": 0, "fp16": 1, "bf16": 2}
-OUT_BYTES: dict[OutDtype, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+OutDtype: TypeAlias = Literal["fp32", "bf16"]
+OUT_DTYPES: dict[OutDtype, int] = {"fp32": 0, "bf16": 1}
+OUT_BYTES: dict[OutDtype, int] = {"fp32": 4, "bf16": 2}
 
 Mode: TypeAlias = Literal["sum", "mean", "none"]
 MODES: dict[Mode, int] = {"sum": 0, "mean": 1, "none": 2}

@@ -36,7 +36,6 @@ constexpr u32 MODE_MEAN = 1;
 constexpr u32 MODE_NONE = 2;
 constexpr u32 ONE = 0x3F800000u;  // the float 1
 constexpr u32 OUT_FP32 = 0;
-constexpr u32 OUT_FP16 = 1;
 
 constexpr int OUTSIDE_COUNTER = 0;
 constexpr int NOT_HERE_COUNTER = 1;
@@ -106,12 +105,6 @@ __device__ __forceinline__ float2 halves_to_floats(u32 pair) {
         : "=f"(values.x), "=f"(values.y)
         : "r"(pair));
     return values;
-}
-
-__device__ __forceinline__ u32 floats_to_halves(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
 }
 
 __device__ __forceinline__ u32 floats_to_bfloats(float low, float high) {
@@ -296,13 +289,10 @@ __device__ __forceinline__ void store_floats(float* out, u32 left, const float (
 }
 
 template <int N>
-__device__ __forceinline__ void store_16_bits(u16* out, u32 left, const float (&values)[N], u32 out_dtype) {
+__device__ __forceinline__ void store_bfloats(u16* out, u32 left, const float (&values)[N]) {
     u32 pairs[N / 2];
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-        pairs[i] = out_dtype == OUT_FP16 ? floats_to_halves(values[2 * i], values[2 * i + 1])
-                                         : floats_to_bfloats(values[2 * i], values[2 * i + 1]);
-    }
+    for (int i = 0; i < N / 2; ++i) pairs[i] = floats_to_bfloats(values[2 * i], values[2 * i + 1]);
     if (left >= N && aligned(out, N >= 8 ? 16 : 8)) {
         if constexpr (N >= 8) {
 #pragma unroll
@@ -329,7 +319,7 @@ __device__ __forceinline__ void store(const BatchParams& batch, i64 element, u32
     if (batch.out_dtype == OUT_FP32) {
         store_floats(static_cast<float*>(batch.out) + element, left, values);
     } else {
-        store_16_bits(static_cast<u16*>(batch.out) + element, left, values, batch.out_dtype);
+        store_bfloats(static_cast<u16*>(batch.out) + element, left, values);
     }
 }
 

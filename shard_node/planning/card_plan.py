@@ -119,12 +119,11 @@ class CardPlan:
         partition: Partition,
         budget: CardBudget,
         hotness: Hotness | Sequence[RowHotness],
-        level_rows: Sequence[Int64Array] | None = None,
     ) -> CardPlan:
         """Decide where rows go. The same inputs give the same plan.
 
         `partition` has the card of each bucket, -1 for another node's; `hotness` is by table in layout order where it
-        is known already; `level_rows` are as the attribute, where it is known.
+        is known already.
 
         Raises MemoryBudgetError if places do not fit on a card, rows are left over, or there are more cards than the
         kernel knows. Rows can be left over where there is memory, too: a place's 32 bits say `max_slots` rows of one
@@ -134,9 +133,8 @@ class CardPlan:
             raise MemoryBudgetError(f"{partition.num_cards} cards; allowed: 1 to {MAX_CARDS}")
         rows = hotness.of(layout) if isinstance(hotness, Hotness) else tuple(hotness)
         num_cards = partition.num_cards
-        if level_rows is None:
-            pairs = zip(rows, partition.card_of_bucket, strict=True)
-            level_rows = [table.rows_by_owner(of_bucket, num_cards) for table, of_bucket in pairs]
+        pairs = zip(rows, partition.card_of_bucket, strict=True)
+        level_rows = [table.rows_by_owner(of_bucket, num_cards) for table, of_bucket in pairs]
         # A table that is undivided at one owner needs no places, and which are is known when rows are given out. So at
         # first only those have places of which this node has a part, then each that turned out to be divided.
         num_rows = np.array([table.num_embeddings for table in layout.tables])

@@ -96,7 +96,6 @@ def assertions() -> str:
         "MODE_MEAN": kernel_params.MODES["mean"],
         "MODE_NONE": kernel_params.MODES["none"],
         "OUT_FP32": kernel_params.OUT_DTYPES["fp32"],
-        "OUT_FP16": kernel_params.OUT_DTYPES["fp16"],
     }.items():
         lines.append(f'static_assert({constant} == {value}, "{constant}");')
     return "\n".join(lines) + "\n"

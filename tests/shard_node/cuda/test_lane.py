@@ -22,8 +22,8 @@ from shardrank_testing.topologies import decoded_tables
 SPEC = make_spec()
 LAYOUT = TableLayout.of(SPEC)
 NUM_TABLES = len(LAYOUT.tables)
-TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 BYTES = 0xA5
 """What an output is filled with before: elements that no bag is written to keep it."""
 
@@ -77,7 +77,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize(("out_dtype", "weighted"), [("fp32", True), ("fp16", False), ("bf16", True)])
+@pytest.mark.parametrize(("out_dtype", "weighted"), [("fp32", True), ("fp32", False), ("bf16", True)])
 @pytest.mark.parametrize("features", list(FEATURES))
 def test_bags_are_pooled_into_their_columns_only(engine, rows, lane, features, out_dtype, weighted):
     tables, modes = FEATURES[features]

@@ -147,7 +147,7 @@ inline unsigned int __byte_perm(unsigned int x, unsigned int y, unsigned int sel
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Conversions of 16-bit floats, two in a word, to nearest even: IEEE 754 binary16, and bfloat16.
+// Conversions of 16-bit floats, two in a word: from IEEE 754 binary16, and to bfloat16, to nearest even.
 
 namespace cuda_on_host {
 inline float half_to_float(unsigned int half) {
@@ -160,25 +160,6 @@ inline float half_to_float(unsigned int half) {
     return sign ? -magnitude : magnitude;
 }
 
-inline unsigned int round_shift(unsigned int value, unsigned int bits) {
-    const unsigned int half = 1u << (bits - 1);
-    const unsigned int kept = value >> bits;
-    const unsigned int rest = value & ((1u << bits) - 1u);
-    return kept + (rest > half || (rest == half && (kept & 1u)));
-}
-
-inline unsigned int float_to_half(float value) {
-    const unsigned int bits = __float_as_uint(value);
-    const unsigned int sign = bits >> 16 & 0x8000u;
-    const unsigned int magnitude = bits & 0x7FFFFFFFu;
-    if (magnitude > 0x7F800000u) return sign | 0x7FFFu;
-    if (magnitude >= 0x477FF000u) return sign | 0x7C00u;  // 65520 and more round to infinity
-    if (magnitude >= 0x38800000u) return sign | round_shift(magnitude - (112u << 23), 13);
-    if (magnitude < 0x33000000u) return sign;  // less than half of the smallest
-    const unsigned int shift = 126 - (magnitude >> 23);
-    return sign | round_shift((magnitude & 0x7FFFFFu) | 0x800000u, shift);
-}
-
 inline unsigned int float_to_bfloat(float value) {
     const unsigned int bits = __float_as_uint(value);
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FFFu;
@@ -188,10 +169,6 @@ inline unsigned int float_to_bfloat(float value) {
 
 inline float2 halves_to_floats(unsigned int pair) {
     return {cuda_on_host::half_to_float(pair & 0xFFFFu), cuda_on_host::half_to_float(pair >> 16)};
-}
-
-inline unsigned int floats_to_halves(float low, float high) {
-    return cuda_on_host::float_to_half(high) << 16 | cuda_on_host::float_to_half(low);
 }
 
 inline unsigned int floats_to_bfloats(float low, float high) {

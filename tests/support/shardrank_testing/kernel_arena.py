@@ -54,7 +54,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 # What is in the output where nothing was written.
 UNTOUCHED = 0x7B
-_OUT_STORAGE: dict[OutDtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
+_OUT_STORAGE: dict[OutDtype, npt.DTypeLike] = {"fp32": np.float32, "bf16": np.uint16}
 
 
 @dataclass
