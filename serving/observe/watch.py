@@ -83,6 +83,7 @@ class Readiness:
     ) -> None:
         self.versions = versions
         self.wall_clock = wall_clock
+        self.registry_problem: Callable[[], str] = str
         self._max_staleness_s = dict(max_staleness_s or {})
         # By model, once its shards were asked. Replaced by another dict: metrics read it on another thread.
         self._reports: dict[str, _Report] = {}
@@ -114,8 +115,9 @@ class Readiness:
         return unready | {model: report.problem for model, report in reports.items() if report.problem}
 
     def degraded(self) -> dict[str, str]:
-        """Return why rows are older than `max_staleness_s`, or a dense step, allows, by model; it is ready still."""
-        live, reasons, now = self.versions.generations.live_versions(), dict[str, str](), self.wall_clock()
+        """Return why a ready process is not as it should be: by model, rows or a dense step; by "", its registry."""
+        live, now = self.versions.generations.live_versions(), self.wall_clock()
+        reasons = {"": problem} if (problem := self.registry_problem()) else {}
         for model, limit_s in self._max_staleness_s.items():
             served = [
                 staleness_s(version, now)

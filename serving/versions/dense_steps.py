@@ -89,7 +89,10 @@ class DenseSteps:
 
     async def _newer(self, model: str, version: int, step: int) -> DenseStep | None:
         newest = await self._fleet.dense_step(model, version)
-        return None if newest is None or newest.step <= step or self._is_refused(newest) else newest
+        if newest is None or newest.step <= step or self._is_refused(newest):
+            return None
+        await self._fleet.check_identity()
+        return newest
 
     def _is_refused(self, record: DenseStep) -> bool:
         before = self.refused.get((record.model, record.version))

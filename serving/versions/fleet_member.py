@@ -190,6 +190,7 @@ class FleetMember:
         self._tasks: list[asyncio.Task[None]] = []
         self.directory = ReplicaDirectory(service.clock)
         self.agent = Agent(fleet, self, agent_config, service.clock)
+        service.watch.registry_problem = lambda: fleet.foreign
 
     async def load(self) -> None:
         """Begin, and return once each expected model is live. The process is in the fleet until `leave`.
@@ -241,6 +242,7 @@ class FleetMember:
         504 if its shards can't be asked now, else if it must not be served.
         """
         published = await self.fleet.version(model, version)
+        await self.fleet.check_identity()
         if published is None:
             problem = f"version {version} of model {model!r} is not on record as published"
             raise UnavailableError(problem, kind="not_ready")
@@ -336,7 +338,7 @@ class FleetMember:
 
     async def _topology(self, model: str, version: int, num_shards: int | None) -> FleetRecord:
         """Return how the fleet divides a version. Raises UnavailableError unless each shard has a node with it."""
-        self.directory.update(await self.fleet.nodes())
+        await self._watch_nodes()
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
         topology = await self.fleet.fleet() or self.directory.topology()
         if topology is None:
@@ -478,4 +480,6 @@ class FleetMember:
         return self._service.generations.live_versions().keys() >= set(expected)
 
     async def _watch_nodes(self) -> None:
-        self.directory.update(await self.fleet.nodes())
+        nodes = await self.fleet.nodes()
+        await self.fleet.check_identity(self.agent.desired.values())
+        self.directory.update(nodes)
