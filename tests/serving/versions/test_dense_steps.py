@@ -196,6 +196,7 @@ async def test_a_step_that_waits_for_lost_rows_makes_room_for_a_later_one(traini
     await training.publish_step(1, 1)
     assert (await asked(training.api))["dense_step"] == 1
     await training.fleet.want(MODEL, follow=())
+    await until(lambda: not training.fleet.servings[0][0]._local.actions._followers._tasks)
     await training.publisher.publish("films", np.arange(FILMS), films(2))
     await training.publish_step(2, 2)
     await training.publisher.publish_dense(3, tensors_of(training.model, 3), sequence=1, max_drift=1.0)
