@@ -279,7 +279,7 @@ async def running_fleet(
         ShardrankError: as `begin`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        ports = reserved or stack.enter_context(reserved_ports(config, config.workers))
+        ports = reserved or stack.enter_context(reserved_ports(config))
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)
