@@ -45,9 +45,12 @@ from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
     MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
+    checksum_line,
     manifest_texts,
+    parse_manifest,
     read_bounded,
     read_manifest,
     snapshot_file,
@@ -321,21 +324,17 @@ def _folders(path: Path) -> list[str]:
 
 
 def stated_by(source: Path, identity: str, renumbered: Manifest | None) -> tuple[Manifest, dict[str, str]]:
-    """Read manifest and checksum, byte for byte, unless there is another one; return it and its `manifest_texts`.
+    """Read the manifest, byte for byte, unless there is another one; return it and its `manifest_texts`.
 
-    Raises SnapshotCorruptError if they changed since they were read.
+    Raises SnapshotError if it can't be read, or changed since it was read.
     """
     if renumbered is not None:
         return renumbered, manifest_texts(renumbered)
-    try:
-        texts = {name: snapshot_file(source, name).read_bytes() for name in (MANIFEST_NAME, CHECKSUM_NAME)}
-        if hashlib.sha256(texts[MANIFEST_NAME]).hexdigest() != identity:
-            raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: changed while it was published")
-        return read_manifest(source)[0], {name: text.decode("utf-8") for name, text in texts.items()}
-    except UnicodeDecodeError as error:
-        raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: not UTF-8: {error}") from error
-    except OSError as error:
-        raise file_error(source, "read", error) from error
+    path = snapshot_file(source, MANIFEST_NAME)
+    content = read_bounded(path, MAX_MANIFEST_BYTES)
+    if hashlib.sha256(content).hexdigest() != identity:
+        raise SnapshotCorruptError(f"{path}: changed while it was published")
+    return parse_manifest(str(path), content), {MANIFEST_NAME: content.decode(), CHECKSUM_NAME: checksum_line(identity)}
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
@@ -469,14 +468,8 @@ def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, Fi
             finished[entry.path] = entry
         except ValidationError:
             _log.warning("%s: a damaged line is ignored", journal)
-    done, total = 0, sum(entry.size_bytes for entry in finished.values())
-    for entry in list(finished.values()):
-        path = work / "snapshot" / entry.path
-        if not path.is_file() or path.stat().st_size != entry.size_bytes or hash_file(path) != entry.sha256:
-            _log.warning("%s is not what was recorded: it is written again", path)
-            del finished[entry.path]
-        done += entry.size_bytes
-        progress("checking finished files", done, total)
+    for entry in missing_files(work / "snapshot", list(finished.values()), True, progress):
+        del finished[entry.path]
     _log.info("%s: resuming, %d files are finished", work, len(finished))
     return finished
 
@@ -497,7 +490,7 @@ def missing_files(
         if not path.is_file() or path.stat().st_size != entry.size_bytes:
             missing.append(entry)
         elif verify and hash_file(path, on_bytes) != entry.sha256:
-            _log.warning("%s is not what was fetched: it is fetched again", path)
+            _log.warning("%s is not what it was: it is written again", path)
             path.unlink(missing_ok=True)  # another process may have read the same
             missing.append(entry)
     return missing

@@ -38,6 +38,7 @@ MAX_DESCRIPTION_BYTES = 16 << 20
     "--table NAME=JSON",
     "What a table's description has instead: `num_embeddings`, `id_mapping`, `blocks`, `dtype`, `project_to`, ... "
     "A new name takes the `feature_names` that it is given from other tables.",
+    json.loads,
 )
 @opts.switch("--prune", "Drop rows that training never looked up; their ids get one row together.")
 @opts.option("--keep-share X", "With --prune, keep the hottest rows that have this share of the lookups.", opts.PART)
@@ -64,8 +65,7 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     if not is_pruned and any(value is not None for value in given.values()):
         raise click.UsageError("--keep-share, --pruned-row: only with --prune")
     pruning = config_of(Pruning, given) if is_pruned else None
-    tables = {name: _json_object(f"--table {name}", text) for name, text in options.pop("table")}
-    films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=tables)
+    films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=dict(options.pop("table")))
     interactions = read_interactions(movielens, ratings, seed)
     with progress_bars() as bars:
         version = train_version(
@@ -74,16 +74,6 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     quality = expectation(version)
     click.echo(f"AUC {quality.auc_fp32:.4f} (each film by its mean label: {quality.auc_item_mean:.4f})")
     click.echo(f"wrote {version.folder}")
-
-
-def _json_object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise click.UsageError(f"{flag}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise click.UsageError(f"{flag}: {text!r:.80} is not a JSON object")
-    return found
 
 
 def read_description(path: Path) -> ModelDescription:

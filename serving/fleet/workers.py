@@ -142,15 +142,10 @@ def run_workers(config: ServeConfig) -> None:
 
     Raises FleetError if a port is taken or a worker does not come up, SnapshotError for a version that can't be read.
     """
-    if not config.in_fleet:
-        # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
-        folder = settings.member_folder(config, with_rows=False)
-        rows_here = isinstance(config.store_place, Path | None)
-        snapshot = Snapshot.open(folder, verify=False, rows_here=rows_here)
-        version: dict[str, object] = {"store": None, "models": (), "version": None, "snapshot": folder}
-        if not rows_here:
-            version = {"models": (snapshot.spec.model,), "version": snapshot.version}
-        config = config.model_copy(update=version)
+    # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
+    only = None if config.in_fleet else Membership.of(config).version
+    if only is not None and config.snapshot is None:
+        config = config.model_copy(update={"models": (only.model,), "version": only.version})
     workers = [worker_config(config, worker) for worker in range(config.workers)]
 
     async def program() -> None:
