@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from loader.errors import SnapshotCorruptError, cut, file_error
 from loader.snapshot.tables import (
@@ -28,7 +28,7 @@ from loader.snapshot.tables import (
     Name,
     Pooling,
     TableSpec,
-    quoted_errors,
+    refused_as,
 )
 
 FORMAT_VERSION = 1
@@ -493,10 +493,8 @@ def parse_manifest(where: str, content: bytes) -> Manifest:
     if type(format_version) is not int or format_version != FORMAT_VERSION:
         stated = cut(repr(format_version))
         raise SnapshotCorruptError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
-    try:
+    with refused_as(SnapshotCorruptError, f"{where}: "):
         return Manifest.model_validate_json(content, strict=True)
-    except ValidationError as error:
-        raise SnapshotCorruptError(f"{where}: {quoted_errors(error)}") from error
 
 
 def check_manifest_checksum(root: Path, identity: str) -> None:

@@ -74,18 +74,14 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
 
 def read_description(path: Path) -> ModelDescription:
     """Return the model that a JSON file describes. Raises ExportError naming each field that is wrong."""
-    from pydantic import ValidationError
-
     from loader.description import ModelDescription
     from loader.errors import ExportError
-    from loader.snapshot.tables import schema_errors
+    from loader.snapshot.tables import refused_as
 
     if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
         raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
-    try:
+    with refused_as(ExportError, f"{path}: ", ModelDescription):
         return ModelDescription.model_validate_json(path.read_bytes(), strict=True)
-    except ValidationError as error:
-        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelDescription])))}") from error
 
 
 def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | None = None) -> ModelSpec:
@@ -94,18 +90,14 @@ def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | 
     Raises:
         ExportError: its parts do not fit each other, or no dense model of its kind is made from these.
     """
-    from pydantic import ValidationError
-
     from loader.errors import ExportError
     from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
-    from loader.snapshot.tables import schema_errors
+    from loader.snapshot.tables import refused_as
     from serving.models.exported import check_bindings
     from serving.models.ranking_models import parse_dense_model
 
-    try:
+    with refused_as(ExportError, f"{path}: ", ModelSpec):
         spec = described.compiled(kept)
-    except ValidationError as error:
-        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelSpec])))}") from error
     if isinstance(spec.dense_model, ExportedModelSpec):
         check_bindings(spec)
     else:
