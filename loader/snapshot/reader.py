@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +24,7 @@ from loader.errors import (
     file_error,
     no_path,
 )
-from loader.progress import Progress, no_progress
+from loader.progress import Progress, counting, no_progress
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests, check_golden_header
@@ -178,14 +177,7 @@ class Snapshot:
         """
         rows = {entry.path for table in self.manifest.tables for entry in (*table.rows, table.access_counts) if entry}
         entries = [file for file in self.manifest.files() if files == "all" or (file.path in rows) == (files == "rows")]
-        done, total = 0, sum(entry.size_bytes for entry in entries)
-        lock = threading.Lock()
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            with lock:
-                done += count
-                progress("checking SHA-256", done, total)
+        on_bytes = counting(progress, "checking SHA-256", sum(entry.size_bytes for entry in entries))
 
         def check(entry: FileEntry, path: Path) -> None:
             try:

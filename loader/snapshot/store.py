@@ -41,7 +41,7 @@ from loader.errors import (
     nearest,
     no_path,
 )
-from loader.progress import Progress, no_progress
+from loader.progress import Progress, counting, no_progress
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
     MANIFEST_NAME,
@@ -219,13 +219,12 @@ class Store:
         manifest, texts = stated_by(source, identity, renumbered)
         target = self.path.resolve() / manifest.spec.model / str(manifest.version)
         entries = manifest.files()
-        done, total = 0, sum(entry.size_bytes for entry in entries)
+        add_done = counting(progress, "copying into the store", sum(entry.size_bytes for entry in entries))
         try:
             with open_export_folder(target, identity, progress) as work:
                 for entry in entries:
                     work.write(entry.path, partial(shutil.copyfile, snapshot_file(source, entry.path)), entry)
-                    done += entry.size_bytes
-                    progress("copying into the store", done, total)
+                    add_done(entry.size_bytes)
                 work.publish(texts)
         except OSError as error:
             raise ExportError(f"{source} can't be copied to {target}: {error}") from error
@@ -478,13 +477,7 @@ def missing_files(
     folder: Path, entries: Sequence[FileEntry], verify: bool = False, progress: Progress = no_progress
 ) -> list[FileEntry]:
     """Return the files that a folder does not have in the stated size; with `verify`, and SHA-256."""
-    missing, done, total = [], 0, sum(entry.size_bytes for entry in entries)
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("checking SHA-256", done, total)
-
+    missing, on_bytes = [], counting(progress, "checking SHA-256", sum(entry.size_bytes for entry in entries))
     for entry in entries:
         path = folder / entry.path
         if not path.is_file() or path.stat().st_size != entry.size_bytes:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from loader.errors import RegistryError
+from loader.progress import all_or_first_error
 from serving.errors import FleetError
 from serving.fleet.config import KNOWN_VARIABLES, SupervisionConfig
 from serving.fleet.fork_server import FORK_SERVER_VARIABLE, ForkedProcess, running_fork_server
@@ -207,17 +208,15 @@ class Supervisor:
             await self._until_ready(child)
             on_ready(child.spec.name)
 
-        starts = [asyncio.create_task(start_one(child)) for child in group]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            # After a failure the others are not waited for; `stop` ends their processes.
-            await _cancelled(starts)
+        # After a failure the others are not waited for; `stop` ends their processes.
+        await all_or_first_error(map(start_one, group))
         self._watchers.extend(asyncio.create_task(self._watch(child)) for child in group)
 
     async def stop(self) -> None:
         """Stop all children, the last group first. Never raises for a child that will not end: it is killed."""
-        await _cancelled(self._watchers)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
         for group in reversed(self._groups):
             await asyncio.gather(*(child.stop(self._config.stop_grace_s) for child in group))
 
@@ -285,12 +284,6 @@ class Supervisor:
                 child.kill()
             else:
                 logger.info("%s serves again (restart %d)", child.spec.name, child.restarts)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
