@@ -184,9 +184,6 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
         member.address = options.advertise or url
 
-    def on_ready(listening: Listening) -> None:
-        listening.announce(scheme)
-
     if options.ready_file is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
         with reserved_ports(options):
@@ -199,7 +196,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
             service,
             options,
             member.load,
-            on_ready,
+            lambda listening: listening.announce(scheme),
             protection.tls,
             on_listening,
             member.leave,

@@ -480,12 +480,13 @@ def missing_files(
     missing, on_bytes = [], counting(progress, "checking SHA-256", sum(entry.size_bytes for entry in entries))
     for entry in entries:
         path = folder / entry.path
-        if not path.is_file() or path.stat().st_size != entry.size_bytes:
-            missing.append(entry)
-        elif verify and hash_file(path, on_bytes) != entry.sha256:
+        has_size = path.is_file() and path.stat().st_size == entry.size_bytes
+        if has_size and (not verify or hash_file(path, on_bytes) == entry.sha256):
+            continue
+        missing.append(entry)
+        if path.is_file():
             _log.warning("%s is not what it was: it is written again", path)
             path.unlink(missing_ok=True)  # another process may have read the same
-            missing.append(entry)
     return missing
 
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -96,16 +97,14 @@ class Child:
         environment = {**inherited, **self.spec.environment, PARENT_PID_VARIABLE: str(os.getpid())}
         # Its supervisor says when all are ready.
         environment.pop("NOTIFY_SOCKET", None)
-        with contextlib.ExitStack() as opened:
-            # A pipe in place of the file would make a stalled supervisor stall its children.
-            log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            opened.callback(os.close, log)
-            self._log_begins = os.fstat(log).st_size
-            nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            opened.callback(os.close, nothing)
+        # A pipe in place of the file would make a stalled supervisor stall its children.
+        opener = partial(os.open, mode=0o600)
+        with open(self.log_path, "ab", opener=opener) as log, open(os.devnull) as nothing:  # noqa: ASYNC230
+            self._log_begins = log.tell()
             process: asyncio.subprocess.Process | ForkedProcess | None = None
             if self.fork_server is not None:
-                process = await ForkedProcess.start(self.fork_server, command, (nothing, log, log), environment)
+                files = (nothing.fileno(), log.fileno(), log.fileno())
+                process = await ForkedProcess.start(self.fork_server, command, files, environment)
             if process is None:
                 process = await asyncio.create_subprocess_exec(
                     *command, stdin=nothing, stdout=log, stderr=log, env=environment, start_new_session=True
