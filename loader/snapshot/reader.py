@@ -21,7 +21,7 @@ from loader.errors import (
     SnapshotNotFoundError,
     SnapshotResourceError,
     cut,
-    file_error,
+    file_errors,
     no_path,
 )
 from loader.progress import Progress, counting, no_progress
@@ -153,10 +153,8 @@ class Snapshot:
         check_manifest_checksum(root, found)
         for entry in entries:
             at = paths[entry.path]
-            try:
+            with file_errors(at, "read"):
                 size_bytes = at.stat().st_size
-            except OSError as error:
-                raise file_error(at, "read", error) from error
             if size_bytes != entry.size_bytes:
                 raise SnapshotCorruptError(f"{at}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
         headers = {relative: read_header(at) for relative, at in paths.items() if relative != PROGRAM_PATH}
@@ -180,10 +178,8 @@ class Snapshot:
         on_bytes = counting(progress, "checking SHA-256", sum(entry.size_bytes for entry in entries))
 
         def check(entry: FileEntry, path: Path) -> None:
-            try:
+            with file_errors(path, "read"):
                 sha256 = hash_file(path, on_bytes)
-            except OSError as error:
-                raise file_error(path, "read", error) from error
             if sha256 != entry.sha256:
                 raise SnapshotCorruptError(f"{path}: SHA-256 is {sha256}, the manifest says {entry.sha256}")
 

@@ -37,7 +37,7 @@ from loader.errors import (
     SnapshotCorruptError,
     SnapshotExistsError,
     SnapshotNotFoundError,
-    file_error,
+    file_errors,
     nearest,
     no_path,
 )
@@ -273,29 +273,24 @@ class Store:
         """Write a small file durably, in one step. Raises SnapshotError if the store can't be written."""
         target = self.path / path
         unfinished = target.with_name(f".{target.name}-{os.getpid()}")
-        try:
-            replace_file(target, content, unfinished)
-        except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink()
-            raise file_error(target, "written", error) from error
+        with file_errors(target, "written"):
+            try:
+                replace_file(target, content, unfinished)
+            finally:
+                unfinished.unlink(missing_ok=True)
 
     def list_files(self, folder: str) -> dict[str, float]:
         """Return the age, in seconds, of a folder's finished small files by path. Raises SnapshotError."""
         now = time.time()
-        try:
+        with file_errors(self.path / folder, "read"):
             files = [file for file in (self.path / folder).glob("[!.]*") if file.is_file()]
             return {f"{folder}/{file.name}": now - file.stat().st_mtime_ns / 1e9 for file in files}
-        except OSError as error:
-            raise file_error(self.path / folder, "read", error) from error
 
     def delete_files(self, paths: Iterable[str]) -> None:
         """Delete small files; what is gone already is no error. Raises SnapshotError if the store can't be written."""
         for path in paths:
-            try:
+            with file_errors(self.path / path, "deleted"):
                 (self.path / path).unlink(missing_ok=True)
-            except OSError as error:
-                raise file_error(self.path / path, "deleted", error) from error
 
     def _set_aside_versions(self, model: str) -> list[int]:
         """List the versions that are out of sight, ascending; they may come back until they are deleted."""
