@@ -385,11 +385,6 @@ class FleetState:
         published = self.published.get((model, version))
         return None if published is None else self.stream_ends.get((model, published.delta_base))
 
-    def last_deltas(self) -> dict[tuple[str, int], int]:
-        """Return the last delta that nodes should have applied, by model and version, of versions that follow some."""
-        followed = ((model, version) for model, wanted in self.wanted.items() for version in wanted.follow)
-        return {key: last for key in followed if (last := self.last_delta(*key)) is not None}
-
 
 async def read_fleet(fleet: FleetRegistry) -> FleetState:
     """Read it; not as of one moment, since a registry has none. Raises RegistryError."""

@@ -198,7 +198,7 @@ class _View:
     """A state as the page shows it, with what nodes report of each version and how many processes answer with it."""
 
     def __init__(self, state: FleetState, history: History) -> None:
-        self.state, self.history, self.last_deltas = state, history, state.last_deltas()
+        self.state, self.history = state, history
         self.reports: defaultdict[_Version, list[tuple[NodeRecord, VersionReport]]] = defaultdict(list)
         self.answering: Counter[_Version] = Counter()
         for node in state.nodes:
@@ -217,7 +217,9 @@ class _View:
     def report(self, report: VersionReport) -> Document:
         # Only who holds rows applies deltas.
         has_rows = bool(report.plan_digest or report.memory_tiers)
-        last_delta = self.last_deltas.get((report.model, report.version)) if has_rows else None
+        wanted = self.state.wanted.get(report.model)
+        follows = has_rows and wanted is not None and report.version in wanted.follow
+        last_delta = self.state.last_delta(report.model, report.version) if follows else None
         return report.model_dump(include=_REPORTED) | {
             "reason": "; ".join(filter(None, (report.reason, report.dense_refused)))[:MAX_TEXT],
             "delta_sequence": report.delta_sequence if has_rows else None,
@@ -337,12 +339,6 @@ class Board:
         self._wake.set()
         return document
 
-    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
-        """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
-        if self.fixed:
-            raise RolloutError(f"{model}: {self.fixed}")
-        return await roll_back(self.fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
-
     async def run(self) -> None:
         """Read until cancelled."""
         while True:
@@ -451,7 +447,9 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
         who = check(request)
         limit, form = ("MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES), "name model, rollout_id, is_active and live"
         body = await read_json(request.receive, *limit, _Rollback, form)
-        begun = await board.roll_back(body.model, body)
+        if board.fixed:
+            raise RolloutError(f"{body.model}: {board.fixed}")
+        begun = await roll_back(board.fleet, body.model, rollout_id=secrets.token_hex(16), seen=body)
         to = begun.to_version if begun.state == "running" else begun.from_version
         logger.warning("token %r rolls %s back to version %s", who, body.model, to)
         return JSONResponse({"model": body.model, "to": to}, headers=HEADERS)
