@@ -65,8 +65,6 @@ WORK_FOLDER_PREFIX = ".export-"
 """Before the version in the name of the folder in which an export works."""
 TRASH_PREFIX = ".trash-"
 """Before the version in the name of a folder that is being deleted."""
-_GONE_SUFFIX = ".gone"
-"""After it, once files are missing."""
 
 _log = logging.getLogger(__name__)
 
@@ -246,24 +244,22 @@ class Store:
             rename(folder, folder.with_name(f"{TRASH_PREFIX}{version}"))
 
     def bring_back(self, model: str, version: int) -> None:
-        """Let a version that was set aside be seen again."""
+        """Let a version that was set aside be seen again, unless its files are being deleted."""
         folder = self.path / model / str(version)
-        if (trash := folder.with_name(f"{TRASH_PREFIX}{version}")).exists() and not folder.exists():
+        trash = folder.with_name(f"{TRASH_PREFIX}{version}")
+        if (trash / MANIFEST_NAME).exists() and not folder.exists():
             rename(trash, folder)
 
     def delete_set_aside(self, model: str, staying: Collection[int]) -> None:
         """Delete the versions that were set aside; those that are to stay after all come back into sight."""
-        # Those that a run has begun to delete are no snapshots any more.
-        for gone in (self.path / model).glob(f"{TRASH_PREFIX}*{_GONE_SUFFIX}"):
-            shutil.rmtree(gone)
-        for trash in (self.path / model).glob(f"{TRASH_PREFIX}*"):
-            version = trash.name.removeprefix(TRASH_PREFIX)
-            if version.isdecimal() and int(version) in staying:
-                self.bring_back(model, int(version))
-            if trash.exists():
-                gone = trash.with_name(trash.name + _GONE_SUFFIX)
-                rename(trash, gone)
-                shutil.rmtree(gone)
+        for version in self._set_aside_versions(model):
+            if version in staying:
+                self.bring_back(model, version)
+            if (trash := self.path / model / f"{TRASH_PREFIX}{version}").exists():
+                # The manifest goes first: without it the others are no version.
+                (trash / MANIFEST_NAME).unlink(missing_ok=True)
+                fsync_path(trash)
+                shutil.rmtree(trash)
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
         """Read a small file. Raises SnapshotError if it can't be read, with what the file system says as cause."""
@@ -277,7 +273,8 @@ class Store:
             try:
                 replace_file(target, content, unfinished)
             finally:
-                unfinished.unlink(missing_ok=True)
+                with suppress(OSError):
+                    unfinished.unlink()
 
     def list_files(self, folder: str) -> dict[str, float]:
         """Return the age, in seconds, of a folder's finished small files by path. Raises SnapshotError."""
@@ -294,7 +291,7 @@ class Store:
 
     def _set_aside_versions(self, model: str) -> list[int]:
         """List the versions that are out of sight, ascending; they may come back until they are deleted."""
-        return version_numbers([name.removesuffix(_GONE_SUFFIX) for name in self._version_names(model)], TRASH_PREFIX)
+        return version_numbers(self._version_names(model), TRASH_PREFIX)
 
     def _model_names(self) -> list[str]:
         return _folders(self.path)
