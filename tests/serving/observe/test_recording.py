@@ -60,7 +60,8 @@ def answer_of(request: RankRequest, seed: int = 0, **fields: Any) -> RankResult:
 
 
 def bits(array: np.ndarray | None) -> object:
-    return None if array is None else (array.dtype, array.shape, array.tobytes())
+    # Weights of no ids are no weights.
+    return None if array is None or not array.nbytes else (array.dtype, array.shape, array.tobytes())
 
 
 def same(found: RecordedRequest, request: RankRequest, answer: RankResult) -> None:
