@@ -217,8 +217,8 @@ class _View:
     def report(self, report: VersionReport) -> Document:
         # Only who holds rows applies deltas.
         has_rows = bool(report.plan_digest or report.memory_tiers)
-        wanted = self.state.wanted.get(report.model)
-        follows = has_rows and wanted is not None and report.version in wanted.follow
+        desired = self.state.wanted.get(report.model)
+        follows = has_rows and desired is not None and report.version in desired.follow
         last_delta = self.state.last_delta(report.model, report.version) if follows else None
         return report.model_dump(include=_REPORTED) | {
             "reason": "; ".join(filter(None, (report.reason, report.dense_refused)))[:MAX_TEXT],
