@@ -102,15 +102,11 @@ def _checked_by(module: str, name: str) -> AfterValidator:
     def check(values: dict[str, Any]) -> dict[str, Any]:
         if not values:
             return values
-        from pydantic import ValidationError
-
-        from loader.snapshot.tables import schema_errors
+        from loader.snapshot.tables import refused_as
 
         schema: type[BaseModel] = getattr(importlib.import_module(module), name)
-        try:
+        with refused_as(ValueError, "", schema):
             return schema.model_validate(values).model_dump(exclude_unset=True)
-        except ValidationError as error:
-            raise ValueError("; ".join(map(str, schema_errors(error, [schema])))) from error
 
     return AfterValidator(check)
 

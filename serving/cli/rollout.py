@@ -181,8 +181,7 @@ def rollout() -> None:
 )
 @opts.follow_option
 @opts.fleet_options
-@click.pass_context
-def start(ctx: click.Context, /, model: str, version: int, follow: bool, url: str, **options: Any) -> None:
+def start(model: str, version: int, follow: bool, url: str, **options: Any) -> None:
     """Roll out a published version.
 
     It is staged beside the live one on all nodes, checked, warmed and compared with its golden scores before a single
@@ -204,19 +203,15 @@ def start(ctx: click.Context, /, model: str, version: int, follow: bool, url: st
         raise click.UsageError("--bake-timeout needs --bake or --canary.")
     baking = {"canary_share": canary, "bake_s": bake_s, "bake_timeout_s": bake_timeout_s, "guards": limits}
 
-    async def work(fleet: FleetRegistry) -> Rollout:
+    async def begin(fleet: FleetRegistry) -> Rollout:
         started = await start_rollout(
             fleet, model, version, strategy=options["strategy"], rollout_id=secrets.token_hex(16), **baking
         )
         replaced = "the first one" if started.from_version is None else f"in place of {started.from_version}"
         click.echo(f"{model}: rolling out version {version}, {replaced}")
-        return await follow_rollout(fleet, started) if follow else started
+        return started
 
-    ended = with_model(url, model, work)
-    if not follow:
-        click.echo(f"see: shardrank rollout status {model}")
-    elif ended.state != "done":
-        ctx.exit(1)
+    _begin(url, model, begin, follow=follow)
 
 
 @rollout.command()
@@ -294,8 +289,7 @@ def reshard_command(shards: int, url: str) -> None:
 @click.argument("model")
 @opts.follow_option
 @opts.fleet_options
-@click.pass_context
-def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
+def rollback(model: str, follow: bool, url: str) -> None:
     """Return to the version that was live before the last rollout.
 
     While a rollout runs, this is `shardrank rollout abort`. After one, the earlier version is rolled out again: staged,
@@ -308,19 +302,28 @@ def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
     """
     from loader.rollout.requests import roll_back
 
-    async def work(fleet: FleetRegistry) -> bool:
+    async def begin(fleet: FleetRegistry) -> Rollout:
         begun = await roll_back(fleet, model, clock=time.time, rollout_id=secrets.token_hex(16))
         back = begun.to_version if begun.state == "running" else begun.from_version
         click.echo(f"{model}: going back to {'no version' if back is None else f'version {back}'}")
+        return begun
+
+    _begin(url, model, begin, follow=follow)
+
+
+def _begin(url: str, model: str, begin: Callable[[FleetRegistry], Awaitable[Rollout]], *, follow: bool) -> None:
+    """Begin a rollout, or undo it; exit with code 1 if it is followed and does not end as it shall."""
+
+    async def work(fleet: FleetRegistry) -> bool:
+        begun = await begin(fleet)
         if not follow:
             click.echo(f"see: shardrank rollout status {model}")
             return True
-        # One that was running is back once it is aborted; a rollout of the earlier version must come to its end.
-        wished = "done" if begun.state == "running" else "aborted"
-        return (await follow_rollout(fleet, begun)).state == wished
+        # One that was running is back once it is aborted; a new one must come to its end.
+        return (await follow_rollout(fleet, begun)).state == ("done" if begun.state == "running" else "aborted")
 
     if not with_model(url, model, work):
-        ctx.exit(1)
+        click.get_current_context().exit(1)
 
 
 async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = asyncio.sleep) -> Rollout:
@@ -332,14 +335,7 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
     from loader.rollout.plan import read_rollout
     from loader.rollout.requests import read_fleet
 
-    told, last, moved = set(begun.events), "", time.monotonic()
-
-    def tell(line: str) -> None:
-        nonlocal last, moved
-        if line != last:
-            last, moved = line, time.monotonic()
-            click.echo(line)
-
+    told, moved, waiting = set(begun.events), time.monotonic(), ""
     while True:
         try:
             if (record := await read_rollout(fleet, begun.model)) is not None:
@@ -348,8 +344,8 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                     raise RolloutError(f"{begun.model}: another rollout followed before the end of this one was seen")
                 for event in now.events:
                     if event not in told:
-                        told.add(event)
-                        tell(f"{datetime.fromtimestamp(event.at, tz=UTC):%H:%M:%S} {event.step}: {event.text}")
+                        told, moved, waiting = told | {event}, time.monotonic(), ""
+                        click.echo(f"{datetime.fromtimestamp(event.at, tz=UTC):%H:%M:%S} {event.step}: {event.text}")
                 if not now.active:
                     _tell_end(now, await fleet.wanted_model(now.model))
                     return now
@@ -357,7 +353,9 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                     moved, state = time.monotonic(), await read_fleet(fleet)
                     _print_waiting(state.status(begun.model), has_coordinator=state.coordinator is not None)
         except RegistryUnavailableError as error:
-            tell(f"waiting: {error}")
+            if (problem := str(error)) != waiting:
+                waiting = problem
+                click.echo(f"waiting: {problem}")
         await sleep(POLL_S)
 
 

@@ -45,7 +45,7 @@ from serving.fleet.supervisor import (
     supervised,
 )
 from serving.fleet.workers import Listening, reserved_ports, worker_specs
-from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
+from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
 
@@ -275,11 +275,12 @@ async def running_fleet(
     caller may hold the ports already.
 
     Raises:
-        FleetError: a child does not come up, a port is taken, a socket path too long, or another fleet in the way.
+        FleetError: a child does not come up, a port is taken, or another fleet in the way.
+        ConfigError: a socket's path is too long.
         ShardrankError: as `begin`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        ports = reserved or stack.enter_context(reserved_ports(config, config.workers))
+        ports = reserved or stack.enter_context(reserved_ports(config))
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)
@@ -298,26 +299,15 @@ async def running_fleet(
 
 
 def _node_specs(config: FleetConfig, fleet: FleetRegistry, run_directory: Path, give_way: GiveWay) -> list[ChildSpec]:
-    """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
+    """Make the coordinator and the shard nodes. Raises ConfigError if a socket's path is too long."""
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
     owner = config.coordinator_config(f"{COORDINATOR}-{run_directory.name}")
     command = configured_command("coordinator", owner, run_directory / f"{COORDINATOR}.toml")
     specs = [ChildSpec(COORDINATOR, command, partial(ask_coordinator, fleet), config.environment)]
     for name in config.shard_nodes:
-        listen = Address(path=socket_path(run_directory, f"{name}.sock"))
-        node = config.shard_node_config(name, str(listen))
+        listen = str(Address.parse(f"unix:{run_directory / name}.sock"))
+        node = config.shard_node_config(name, listen)
         command = configured_command("shard-node", node, run_directory / f"{name}.toml")
         probe = partial(ask_node, fleet, name, config.models, give_way=give_way)
         specs.append(ChildSpec(name, command, probe, config.environment))
     return specs
-
-
-def socket_path(directory: Path, name: str) -> str:
-    """Return the path of a Unix socket. Raises FleetError if it is longer than the kernel takes."""
-    path = str(directory / name)
-    if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
-        raise FleetError(
-            f"socket path {path!r} has {size} bytes, at most {MAX_UNIX_PATH_BYTES} are possible; "
-            "set TMPDIR to a shorter folder"
-        )
-    return path

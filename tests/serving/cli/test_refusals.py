@@ -23,8 +23,8 @@ REFUSALS = [
     ("inspect", USAGE, "Name a snapshot"),
     ("inspect --store a --snapshot b", USAGE, "leave out --store"),
     ("train --store s --keep-share 0.5", USAGE, "--keep-share: only with --prune"),
-    ("train --store s --table films=[]", USAGE, "--table films: '[]' is not a JSON object"),
-    ("train --store s --table films=x", USAGE, "--table films: not JSON"),
+    ("train --store s --table films=[]", USAGE, "tables.films: "),
+    ("train --store s --table films=x", USAGE, "'films=x' is not NAME=JSON."),
     ("demo --sharding sideways", USAGE, "is not one of"),
     (
         f"demo {QUICK} --json nowhere/report.json",
