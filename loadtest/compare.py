@@ -46,7 +46,7 @@ RATE_SHARE = 0.5
 AT_RATE = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
 MEASURES = (
     *BUSY_MEASURES,
-    *(Measure(f"{CPU}, {role}", "ms") for role in ("serve", "serve, kernel", "nodes", "nodes, kernel")),
+    *(Measure(f"{CPU}, {role}", "ms") for role in ("serve", "nodes")),
     *(Measure(f"{percentile}, 1 in flight", "ms") for percentile in ("p50", "p99")),
     *(Measure(f"{percentile}, at the rate", "ms") for percentile in AT_RATE),
     Measure("bytes of a request, back", "B"),

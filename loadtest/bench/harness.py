@@ -262,16 +262,13 @@ class Bench:
         """Keep a server busy with so many requests in flight, after a warm-up of a fifth; see `BUSY_MEASURES`."""
         busy = generators.busy(load, in_flight, min(1.0, seconds / 5), seconds, server.process_ids)
         self.problems += [f"{self._measured}: {problem}" for problem in not_busy_because(busy)]
-        by_role = {f"{CPU}, {role}": sum(cpu) / busy.requests * 1e3 for role, cpu in busy.server_cpu.items()}
-        in_kernel = {f"{CPU}, {role}, kernel": cpu[1] / busy.requests * 1e3 for role, cpu in busy.server_cpu.items()}
         return {
             CPU: busy.cpu_ms,
             "requests": busy.requests_per_s,
             "p50": busy.p50_ms,
             "p99": busy.p99_ms,
             "CPU of the client": busy.client_cpu_s / busy.seconds,
-            **by_role,
-            **in_kernel,
+            **{f"{CPU}, {role}": cpu_s / busy.requests * 1e3 for role, cpu_s in busy.server_cpu_s.items()},
         }
 
     def seconds(self, seconds: float) -> float:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import psutil
@@ -146,13 +146,6 @@ async def open_loop(
                     recorder.add(request, Failure("too_many_in_flight", f"{in_flight} are in flight"))
 
 
-class CpuTime(NamedTuple):
-    """Processor time of some processes, in their code and in the kernel; the sum is all of it."""
-
-    user_s: float = 0.0
-    kernel_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Weighed:
     """What a busy server took for the requests that it answered right within the seconds; times are from sending.
@@ -162,7 +155,7 @@ class Weighed:
 
     requests: int
     seconds: float
-    server_cpu: dict[Role, CpuTime]
+    server_cpu_s: dict[Role, float]
     client_cpu_s: float
     p50_ms: float
     p99_ms: float
@@ -175,7 +168,7 @@ class Weighed:
     @property
     def cpu_ms(self) -> float:
         """Processor time of the server for each answer."""
-        return sum(map(sum, self.server_cpu.values())) / self.requests * 1e3
+        return sum(self.server_cpu_s.values()) / self.requests * 1e3
 
 
 def not_busy_because(busy: Weighed) -> tuple[str, ...]:
@@ -186,18 +179,18 @@ def not_busy_because(busy: Weighed) -> tuple[str, ...]:
     return (f"throughput: the client used {share:.0%} of a core; at most {MAX_CPU_SHARE:.0%} is allowed",)
 
 
-def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, CpuTime]:
-    """Add up the processor time that processes have used so far, by what they run. Raises psutil.NoSuchProcess."""
-    total: dict[Role, CpuTime] = {}
+def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, float]:
+    """Add up the processor seconds that processes have used so far, by what they run. Raises psutil.NoSuchProcess."""
+    total_s: dict[Role, float] = {}
     for process in map(psutil.Process, process_ids):
         role: Role = "nodes" if "shard-node" in process.cmdline() else "serve"
-        total[role] = CpuTime(*np.add(total.get(role, CpuTime()), process.cpu_times()[:2]).tolist())
-    return total
+        total_s[role] = total_s.get(role, 0.0) + sum(process.cpu_times()[:2])
+    return total_s
 
 
 def cpu_seconds(process_ids: Iterable[int]) -> float:
     """Add up the processor time that processes have used so far. Raises psutil.NoSuchProcess."""
-    return sum(map(sum, cpu_by_role(process_ids).values()))
+    return sum(cpu_by_role(process_ids).values())
 
 
 async def keep_busy(
@@ -247,7 +240,7 @@ async def keep_busy(
     return Weighed(
         requests=rows.size,
         seconds=end - begin,
-        server_cpu={role: CpuTime(*np.subtract(used, cpu[role]).tolist()) for role, used in after.items()},
+        server_cpu_s={role: used_s - cpu[role] for role, used_s in after.items()},
         client_cpu_s=client_s,
         p50_ms=p50,
         p99_ms=p99,
