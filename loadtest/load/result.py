@@ -152,19 +152,11 @@ class GeneratorProcess(Frozen):
 
 
 class Generator(Frozen):
-    """What the generator itself did; what is not of a process is of all together.
-
-    Attributes:
-        max_lag_p99_ms, max_cpu_share: beyond these the run is not valid.
-        max_in_flight: requests that could be out at a time.
-    """
+    """What the generator itself did, and beyond which lag at p99 of all processes together the run is not valid."""
 
     processes: tuple[GeneratorProcess, ...]
     lag_p99_ms: Amount | None
     max_lag_p99_ms: Amount
-    max_cpu_share: Amount
-    max_in_flight: Count
-    max_connections: Count
 
 
 class Measured(Frozen):
@@ -371,9 +363,6 @@ def make_result(
         ),
         lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
         max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (shared["latency"].p99_ms or 0.0)),
-        max_cpu_share=MAX_CPU_SHARE,
-        max_in_flight=load.max_in_flight,
-        max_connections=load.max_connections if load.scheme == "http" else load.grpc_channels,
     )
     reasons = invalid_because(generator, rows.size)
     offered = {"target", "ids", "candidates", "varied", "arrivals", "seed", "timeout_ms", "slo_ms"}
