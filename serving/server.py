@@ -17,6 +17,7 @@ import uvloop
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.fleet import FleetRecord
+from router.hot_rows import HotRowsConfig
 from serving.api.grpc.services import GrpcServer
 from serving.api.http import HttpApp, HttpServer, running_admin
 from serving.api.tokens import Tokens
@@ -218,6 +219,7 @@ def fleet_member(
     card_set = settings.open_card_set(options) if options.has_rows else None
     # A disk is waited for, and so are deltas, which are written to rows in this process while it serves.
     may_block = options.has_rows and (version is None or options.memory_budget_gb is not None)
+    hot_bytes = settings.to_bytes(options.hot_rows_gb)
     config = config_of(
         ServingConfig,
         options,
@@ -229,7 +231,7 @@ def fleet_member(
         node_tls=node_tls,
         plan=plan,
         num_replicas=settings.num_replicas(options.ranking_replicas, card_set, may_block=may_block),
-        hot_rows=settings.hot_rows(options),
+        hot_rows=HotRowsConfig(size_bytes=hot_bytes, policy=options.hot_rows) if hot_bytes else None,
     )
     local = fixed = None
     if options.has_rows:

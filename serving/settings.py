@@ -119,6 +119,8 @@ ByName: TypeAlias = Annotated[dict[str, Any], BeforeValidator(assignments)]
 Limits: TypeAlias = Annotated[ByName, _checked_by("serving.limits", "RequestLimits")]
 Policy: TypeAlias = Annotated[ByName, _checked_by("router.outliers", "ReplicaPolicy")]
 Staleness: TypeAlias = Annotated[dict[str, float], BeforeValidator(assignments)]
+WhenStale: TypeAlias = Literal["answer", "other-replica", "refuse"]
+WhenStales: TypeAlias = Annotated[dict[str, WhenStale], BeforeValidator(assignments)]
 RoleUris: TypeAlias = Annotated[
     tuple[tuple[str, str], ...],
     BeforeValidator(_role_pairs),
@@ -161,7 +163,7 @@ class Settings(BaseModel):
 
     @classmethod
     def flag(cls, name: str) -> str:
-        """Return the flag of a setting, `--hot-rows-gb`, also of one that had it in earlier releases."""
+        """Return the flag of a setting, `--hot-rows-gb`; of one that only files set, what other commands call it."""
         text = str(cls._extra(name).get("flag", "")).partition(" ")[0]
         return text if text.startswith("--") else f"--{name.replace('_', '-')}"
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from loader.snapshot.reader import Snapshot
     from loader.snapshot.store import HeldSnapshot, Store
     from loader.stores.cache import StorePlace
-    from router.hot_rows import HotRowsConfig
     from router.plan import Plan
     from router.plan_file import PlanFile
     from serving.config import DivisionSettings, MemberSettings, ServeConfig, ShardNodeConfig
@@ -279,15 +278,6 @@ def num_replicas(asked: int | None, card_set: CardSet | None, *, may_block: bool
     if asked is not None:
         return asked
     return len(card_set.cards.cards) if card_set is not None else int(may_block)
-
-
-def hot_rows(config: ServeConfig) -> HotRowsConfig | None:
-    """Return what is kept of rows on shard nodes; None for nothing."""
-    if not (size_bytes := to_bytes(config.hot_rows_gb)):
-        return None
-    from router.hot_rows import HotRowsConfig
-
-    return HotRowsConfig(size_bytes=size_bytes, policy=config.hot_rows)
 
 
 @contextlib.contextmanager
