@@ -35,7 +35,6 @@ Role: TypeAlias = Literal["serve", "nodes"]
 """Of a server's processes: those that run `shard-node`, and all others."""
 # Beyond so many, answers are read before more requests are sent: a generator that is behind must not stop reading.
 MAX_SENDS_AT_ONCE = 64
-TIMES_PER_CHUNK = 4096
 _TFD_TIMER_ABSTIME = 1
 
 
@@ -48,18 +47,12 @@ def arrival_times(
     gaps of mean 1 / rate; each process draws its own at its share of the rate, and together they are such a process
     again, since a superposition of Poisson processes is one.
     """
-    rng = np.random.default_rng([seed, process])
-    first, begin = 0, 0.0
-    while True:
-        if arrivals == "constant":
-            # Multiplied, not added up, so that an hour of requests has the rounding error of one.
-            times = ((first + np.arange(TIMES_PER_CHUNK)) * processes + process) / rate
-        else:
-            times = begin + np.cumsum(rng.exponential(processes / rate, TIMES_PER_CHUNK))
-        first, begin = first + TIMES_PER_CHUNK, float(times[-1])
-        yield from times[times < until_s].tolist()
-        if begin >= until_s:
-            return
+    # Multiplied, not added up, so that an hour of requests has the rounding error of one.
+    times: Iterable[float] = ((number * processes + process) / rate for number in itertools.count())
+    if arrivals == "poisson":
+        rng = np.random.default_rng([seed, process])
+        times = itertools.accumulate(rng.exponential(processes / rate) for _ in itertools.count())
+    return itertools.takewhile(lambda time_s: time_s < until_s, times)
 
 
 class PreciseTimer:
@@ -83,8 +76,7 @@ class PreciseTimer:
         seconds, nanoseconds = divmod(int(when * 1e9), 1_000_000_000)
         # struct itimerspec: interval, then value; all zero would disarm it.
         setting = (ctypes.c_long * 4)(0, 0, seconds, max(nanoseconds, 1))
-        if self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, setting, None) < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_settime")
+        self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, setting, None)
         self._expired.clear()
         await self._expired.wait()
 
@@ -94,10 +86,8 @@ class PreciseTimer:
         os.close(self._fd)
 
     def _on_expiry(self) -> None:
-        # It may have been set anew between the event and this call.
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._fd, 8)
-            self._expired.set()
+        os.read(self._fd, 8)
+        self._expired.set()
 
 
 async def open_loop(
