@@ -96,16 +96,6 @@ def line(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def significant(value: float) -> str:
-    """Write at least three significant digits, and all of those before the point: 0.482, 12.3, 1,234."""
-    return f"{value:,.0f}" if value == 0 or abs(value) >= 99.95 else f"{value:#.3g}"
-
-
-def ratio_text(value: float) -> str:
-    """Write one thing to another: three significant digits, at least two decimals."""
-    return f"{value:.2f}" if value >= 0.995 else significant(value)
-
-
 class Percentiles(Frozen):
     """Of times, in milliseconds; None where nothing was recorded or, in `latency_of_due`, that request failed."""
 
@@ -233,7 +223,6 @@ class SweepResult(Frozen):
         lowest_failed_rate: the lowest one above it that did not, in a valid run; None if none was found.
         limited_by: `server` when the rate is the server's; `generator` when a run above `highest_rate` was not valid,
             so that the server might do more; `max_rate` when the search was told to go no further.
-        tolerance: the two rates are at most this part of the lower one apart, when `limited_by` is `server`.
     """
 
     kind: Literal["sweep"] = "sweep"
@@ -243,7 +232,6 @@ class SweepResult(Frozen):
     highest_rate: Amount | None
     lowest_failed_rate: Amount | None
     limited_by: Literal["server", "generator", "max_rate"]
-    tolerance: Amount
 
 
 class Records(NamedTuple):
