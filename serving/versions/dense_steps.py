@@ -68,6 +68,7 @@ class DenseSteps:
         # Steps whose files could not be read, and until when that is tried again, seconds of the clock.
         self._unread: dict[tuple[str, int], tuple[DenseStep, float]] = {}
         self._fleet, self._store, self._metrics, self._clock, self._wait_s = fleet, store, metrics, clock, wait_s
+        self._polls = 0
 
     async def update(self, served: LoadedVersion) -> None:
         """Offer a version the newest step, if it has an older one. Raises RegistryError.
@@ -154,6 +155,7 @@ class DenseSteps:
         for known in (self.refused, self._unread):
             for gone in known.keys() - steps.keys():
                 del known[gone]
+        self._polls += 1
         for key, step in steps.items():
             is_newer = await self._newer(*key, step) is not None
             # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
@@ -164,12 +166,14 @@ class DenseSteps:
     async def _went_back(self, served: LoadedVersion) -> bool:
         """Go back to the snapshot's weights if rows lack what steps need for too long; note if a step answers again."""
         key, step, before = (served.model, served.version), served.dense_step, served.dense_fallback
+        lost = await self._lost(served)
         try:
-            if before and step and await served.accepts_dense():
+            if before and step and not lost and await served.accepts_dense():
                 served.dense_fallback = ""
-            elif not before and any(ranking.lacking_s >= self._wait_s for ranking in served.rankings):
+            elif not before and (lost or any(ranking.lacking_s >= self._wait_s for ranking in served.rankings)):
                 await self._with_snapshot(served, served.use_snapshot_weights)
-                served.dense_fallback = f"rows lack what dense step {step} needs: weights of snapshot {key[1]} answer"
+                reason = lost or f"rows lack what dense step {step} needs"
+                served.dense_fallback = f"{reason}: weights of snapshot {key[1]} answer"
                 self.refused.pop(key, None)
         except ShardrankError as error:
             logger.warning("%s %d: rows lack what dense step %d needs: %s", *key, step, error)
@@ -178,6 +182,15 @@ class DenseSteps:
             self._metrics.set_version("dense_step", *key, served.dense_step)
             self._metrics.set_version("dense_step_fallback", *key, bool(served.dense_fallback))
         return not before and bool(served.dense_fallback)
+
+    async def _lost(self, served: LoadedVersion) -> str:
+        """Return, in every fourth poll, why the step in use must not answer whatever delta rows have; "" if it may."""
+        if served.dense_record is not None and self._polls % 4 == 0:
+            try:
+                await self._check_delta(served.dense_record)
+            except DeltaError as error:
+                return str(error)
+        return ""
 
     async def _with_snapshot(self, served: LoadedVersion, work: Callable[[Snapshot], None]) -> None:
         """Do in a thread what takes the snapshot that is served, without its rows."""

@@ -93,7 +93,7 @@ class LoadedVersion:
 
     `batcher` queues its requests; `access` has the counts of lookups that this process answers itself,
     without a shard node; `dense_step` is the newest step of weights that it may answer with, 0 for the snapshot's;
-    `dense_fallback` says why the snapshot's answer in place of a step, "" if they do not.
+    `dense_record` its record; `dense_fallback` says why the snapshot's answer in place of a step, "" if they do not.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class LoadedVersion:
         self.counter, self.checked, self.access = counter, checked, access
         self.batcher, self._replicas, self._on_close = batcher, replicas, on_close
         self.dense_step, self.dense_fallback = 0, ""
+        self.dense_record: DenseStep | None = None
 
     @classmethod
     def load(
@@ -251,7 +252,7 @@ class LoadedVersion:
             ranking.stage_weights(parts)
 
         _on_all(replicas, offer)
-        self.dense_step = record.step
+        self.dense_step, self.dense_record = record.step, record
 
     def use_snapshot_weights(self, snapshot: Snapshot) -> None:
         """Answer with the snapshot's weights, which its load has checked, and forget all dense steps. Blocks."""
@@ -265,7 +266,7 @@ class LoadedVersion:
             ranking.stage_weights(parts)
 
         _on_all(replicas, use)
-        self.dense_step = 0
+        self.dense_step, self.dense_record = 0, None
 
     def close(self) -> None:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""

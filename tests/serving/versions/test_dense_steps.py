@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,7 @@ import torch
 
 from loader.deltas.dense import steps_folder
 from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.errors import DeltaLostError
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
 from shard_node.node import DeltaPosition
@@ -194,6 +196,7 @@ async def test_a_step_that_waits_for_lost_rows_makes_room_for_a_later_one(traini
     await training.publish_step(1, 1)
     assert (await asked(training.api))["dense_step"] == 1
     await training.fleet.want(MODEL, follow=())
+    await until(lambda: not training.fleet.servings[0][0]._local.actions._followers._tasks)
     await training.publisher.publish("films", np.arange(FILMS), films(2))
     await training.publish_step(2, 2)
     await training.publisher.publish_dense(3, tensors_of(training.model, 3), sequence=1, max_drift=1.0)
@@ -211,6 +214,23 @@ async def test_a_step_whose_delta_the_stream_has_lost_is_refused_by_name(trainin
     await registry.put_dense_step(record.model_copy(update={"step": 2, "digest": "0f" * 16}))
     assert await training.refused() == f"dense step 2: delta_fork: deltas/films/1 has lost delta 1 ({'0f' * 16})"
     assert (await asked(training.api))["dense_step"] == 1
+
+
+async def test_a_step_whose_delta_the_stream_loses_answers_no_more(training):
+    """Although later deltas have a higher number."""
+    streams, then = training.fleet.fleet.registry.path / "streams", training.fleet.fleet.registry.path / "then"
+    await training.publisher.publish("films", [1], films(1)[:1])
+    shutil.copytree(streams, then)
+    await training.publisher.publish("films", [2], films(1)[:1])
+    await training.publish_step(1, 1)
+    assert (await asked(training.api))["dense_step"] == 1
+    shutil.rmtree(streams)
+    then.rename(streams)
+    with pytest.raises(DeltaLostError):
+        await training.publisher.publish("films", [3], films(1)[:1])
+    assert await training.publisher.publish("films", [3], films(1)[:1]) == 3
+    assert "deltas/films/1 has lost delta 2 (" in await training.refused()
+    assert (await asked(training.api))["dense_step"] == 0
 
 
 async def test_a_step_that_drifts_too_far_is_refused_by_name(training):
