@@ -73,7 +73,8 @@ class PreciseTimer:
         seconds, nanoseconds = divmod(int(when * 1e9), 1_000_000_000)
         # struct itimerspec: interval, then value; all zero would disarm it.
         setting = (ctypes.c_long * 4)(0, 0, seconds, max(nanoseconds, 1))
-        self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, setting, None)
+        if self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, setting, None) < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
         self._expired.clear()
         await self._expired.wait()
 
@@ -83,8 +84,10 @@ class PreciseTimer:
         os.close(self._fd)
 
     def _on_expiry(self) -> None:
-        os.read(self._fd, 8)
-        self._expired.set()
+        # It may have been set anew between the event and this call.
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 8)
+            self._expired.set()
 
 
 async def open_loop(
