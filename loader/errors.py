@@ -17,6 +17,8 @@ ShardrankError
     RegistryError                 500  and below it, by what to do about the registry
     DeltaError                    409  changed rows that do not fit what is there
         DeltaFormatError          400  the rows themselves are wrong
+        DeltaLostError            409  the registry lost them: publish their rows again
+        PublisherSupersededError  409  another of the same name has begun: end
         StreamFullError           507  roll out a snapshot that contains them
     RolloutError                  409  as things are, a version can't be rolled out, staged or flipped
 
@@ -176,7 +178,7 @@ class RegistryRecordError(RegistryError, kind="registry_record"):
 
 
 class StreamSequenceError(RegistryError, http_status=409, grpc_status="OUT_OF_RANGE", kind="stream_sequence"):
-    """An entry whose sequence number is not the next one of its stream."""
+    """An entry that does not go on from the end of its stream, or of a format that is over there."""
 
 
 class DeltaError(
