@@ -6,16 +6,18 @@ import asyncio
 import concurrent.futures
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from anyio.from_thread import start_blocking_portal
 
 from loader.access_counts import AccessCounter, AccessCounts, write_access_counts
 from loader.deltas.batch import DeltaBatch, rows_per_batch, stored_updates
@@ -509,34 +511,25 @@ class DeltaPublisher:
         store: str | Path | StoreUrl | None = None,
         **options: Any,
     ) -> None:
-        url = registry if isinstance(registry, str | Path) else registry.url
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"deltas-{model}", daemon=True)
-        self._thread.start()
-        self._registry: Registry | None = None
-        # From the check whether it is closed to the start of work, so that closing finds all work there is.
-        self._lock = threading.Lock()
-        self._closed = False
-
-        async def opened() -> AsyncDeltaPublisher:
-            self._registry = open_registry(url)
-            publisher = AsyncDeltaPublisher(self._registry, model, base_version, store, **options)
-            await publisher.open()
-            return publisher
-
+        self._closing, self._is_closed = ExitStack(), False
+        self._portal = self._closing.enter_context(start_blocking_portal(name=f"deltas-{model}"))
+        self._closing.callback(self._portal.call, self._portal.stop, True)
         try:
-            self._publisher = self._start(opened()).result()
+            own = open_registry(registry if isinstance(registry, str | Path) else registry.url)
+            self._closing.callback(self._portal.call, own.close)
+            self._publisher = AsyncDeltaPublisher(own, model, base_version, store, **options)
+            self._portal.call(self._publisher.open)
         except BaseException:
             self.close()
             raise
 
     def publish(self, table: str, rows: Any, values: Any) -> int:
         """Publish as `AsyncDeltaPublisher.publish`. Raises DeltaError, outcome unknown, if it is closed meanwhile."""
-        return self._result(self._publisher.publish(table, rows, values), f"rows of table {table!r}")
+        return self._call(f"rows of table {table!r}", partial(self._publisher.publish, table, rows, values))
 
     def publish_dense(self, step: int, tensors: Mapping[str, Any], **options: Any) -> int:
         """Publish as `AsyncDeltaPublisher.publish_dense`. Raises as `publish`."""
-        return self._result(self._publisher.publish_dense(step, tensors, **options), f"dense step {step}")
+        return self._call(f"dense step {step}", partial(self._publisher.publish_dense, step, tensors, **options))
 
     @property
     def pruned_updates(self) -> Mapping[str, AccessCounts]:
@@ -554,17 +547,8 @@ class DeltaPublisher:
 
     def close(self) -> None:
         """End what other threads are publishing, the connection and the thread. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            ending = self._start(self._end())
-        try:
-            ending.result()
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._is_closed = True
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -572,27 +556,15 @@ class DeltaPublisher:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others)
-        if self._registry is not None:
-            await self._registry.close()
-
-    def _result(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise DeltaError("the publisher is closed")
-            publishing = self._start(work)
+    def _call(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
-            return publishing.result()
-        except concurrent.futures.CancelledError:
-            raise DeltaError(
-                f"the publisher was closed while it published {what}; they may be published or not"
-            ) from None
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+            answer: T = self._portal.call(work)
+        except (concurrent.futures.CancelledError, RuntimeError) as error:
+            # The portal raises RuntimeError where it has ended.
+            if not self._is_closed:
+                raise
+            if isinstance(error, RuntimeError):
+                raise DeltaError("the publisher is closed") from None
+            outcome = "they may be published or not"
+            raise DeltaError(f"the publisher was closed while it published {what}; {outcome}") from None
+        return answer
