@@ -181,6 +181,11 @@ class TlsSettings(Settings):
     tls_client_ca: Path | None = setting(None, "FILE")
     """Let in only clients with a certificate of these CAs; a shard node's must be given."""
 
+    @property
+    def scheme(self) -> str:
+        """Of the URLs at which the server answers."""
+        return "http" if self.tls_cert is None else "https"
+
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
         pair = (self.tls_cert, self.tls_key)

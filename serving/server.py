@@ -17,6 +17,7 @@ import uvloop
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.fleet import FleetRecord
+from router.hot_rows import HotRowsConfig
 from serving.api.grpc.services import GrpcServer
 from serving.api.http import HttpApp, HttpServer, running_admin
 from serving.api.tokens import Tokens
@@ -32,6 +33,7 @@ from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
 from serving.versions.fleet_member import FixedShards, FleetMember, LocalRows, ServingConfig
 from shard_node.agent.node_agent import NodeActions
+from shard_node.buckets import NodeIdentity
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, TlsContext, server_context
@@ -175,7 +177,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
     )
     member = fleet_member(options, membership, service, protection.node_tls)
     settings.check_store(options.store_place)
-    scheme, note, fixed = settings.scheme(options), "", "" if options.in_fleet else _ALONE
+    scheme, note, fixed = options.scheme, "", "" if options.in_fleet else _ALONE
     if workers > 1 and not options.in_fleet:
         note = _WORKER_NOTE.format(count=workers, process=os.getpid())
 
@@ -218,6 +220,7 @@ def fleet_member(
     card_set = settings.open_card_set(options) if options.has_rows else None
     # A disk is waited for, and so are deltas, which are written to rows in this process while it serves.
     may_block = options.has_rows and (version is None or options.memory_budget_gb is not None)
+    hot_bytes = int(options.hot_rows_gb * 1e9)
     config = config_of(
         ServingConfig,
         options,
@@ -229,12 +232,12 @@ def fleet_member(
         node_tls=node_tls,
         plan=plan,
         num_replicas=settings.num_replicas(options.ranking_replicas, card_set, may_block=may_block),
-        hot_rows=settings.hot_rows(options),
+        hot_rows=HotRowsConfig(size_bytes=hot_bytes, policy=options.hot_rows) if hot_bytes else None,
     )
     local = fixed = None
     if options.has_rows:
         # One shard that has all rows, whatever a fleet of shard nodes would say.
-        rows = ShardNode(settings.node_identity(options, 0, 1))
+        rows = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=options.cards, sharding=options.sharding))
         partition = partial(settings.partition_of, options, plan, 0, 1)
         node = settings.node_config(
             options, config.node_id, store=membership.store, stage_cpu_share=config.stage_cpu_share

@@ -134,9 +134,9 @@ def gigabytes(flag: str, text: str, default: float | None = None, *, above_zero:
     return option(f"{flag} GB", text, FiniteRange(0, min_open=above_zero), default)
 
 
-def choice(flag: str, values: Sequence[str], text: str, default: str | None = None) -> Option:
-    """Declare an option for one of a few words; the first is the default if no other is named."""
-    return option(flag, text, click.Choice(values), default or values[0])
+def choice(flag: str, values: Sequence[str], text: str) -> Option:
+    """Declare an option for one of a few words; the first is the default."""
+    return option(flag, text, click.Choice(values), values[0])
 
 
 def numbers(flag: str, text: str, low: int, high: int, default: str | None = None) -> Option:

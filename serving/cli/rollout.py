@@ -16,7 +16,7 @@ import click
 from serving.cli import GroupWithExamples, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_time, print_document, print_json, progress_bars
-from serving.cli.settings import check_store, config_of, published_folder, registry_url, with_model, with_registry
+from serving.cli.settings import check_store, config_of, published_folder, registry_url, with_registry
 from serving.config import FrontSettings
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def publish(snapshot: str | Path, store: StorePlace | None, as_json: bool, **opt
         return done, None if retain is None else await publishing.retain(fleet, where, done.record.model, retain)
 
     with progress_bars() as bars:
-        published, retained = with_registry(registry_url(options["registry"], where), work)
+        published, retained = with_registry(registry_url(options["registry"], where), work, may_be_new=True)
     done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
     report = published.report
     done |= {"golden_checked": report.golden_checked, "unchecked": None if report.golden_checked else report.checks[-1]}
@@ -125,7 +125,7 @@ def versions(model: str | None, url: str, as_json: bool) -> None:
             for record in sorted(published, key=lambda record: (record.model, record.version))
         ]
 
-    found = with_model(url, model, work)
+    found = with_registry(url, work, model)
     if as_json or found:
         (print_json if as_json else print_document)({"versions": found})
     else:
@@ -212,7 +212,7 @@ def start(ctx: click.Context, /, model: str, version: int, follow: bool, url: st
         click.echo(f"{model}: rolling out version {version}, {replaced}")
         return await follow_rollout(fleet, started) if follow else started
 
-    ended = with_model(url, model, work)
+    ended = with_registry(url, work, model)
     if not follow:
         click.echo(f"see: shardrank rollout status {model}")
     elif ended.state != "done":
@@ -235,7 +235,7 @@ def status(model: str | None, url: str, as_json: bool) -> None:
     """
     from loader.rollout.requests import read_fleet
 
-    fleet = with_model(url, model, read_fleet)
+    fleet = with_registry(url, read_fleet, model)
     models = sorted(fleet.rollouts.keys() | fleet.wanted.keys()) if model is None else [model]
     statuses = [fleet.status(name) for name in models]
     if as_json:
@@ -262,7 +262,7 @@ def abort(model: str, reason: str, url: str) -> None:
     """
     from loader.rollout.requests import abort_rollout
 
-    ended = with_model(url, model, lambda fleet: abort_rollout(fleet, model, reason))
+    ended = with_registry(url, lambda fleet: abort_rollout(fleet, model, reason), model)
     click.echo(f"{model}: version {ended.to_version} is being taken back; see: shardrank rollout status {model}")
 
 
@@ -281,7 +281,7 @@ def reshard_command(shards: int, url: str) -> None:
     """
     from loader.rollout.requests import reshard
 
-    with_model(url, None, lambda fleet: reshard(fleet, shards))
+    with_registry(url, lambda fleet: reshard(fleet, shards))
     click.echo(f"the next versions are divided over {shards} shards")
 
 
@@ -314,7 +314,7 @@ def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
         wished = "done" if begun.state == "running" else "aborted"
         return (await follow_rollout(fleet, begun)).state == wished
 
-    if not with_model(url, model, work):
+    if not with_registry(url, work, model):
         ctx.exit(1)
 
 
