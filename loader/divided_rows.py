@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,6 @@ from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import RowSource
 from loader.snapshot.tables import AnyTable, DividedTable, TableSpec
 
-PrunedRow = Literal["mean", "zeros"]
-"""What ids of pruned rows get: the mean of these rows, or zeros."""
 Counts = Mapping[str, npt.NDArray[np.integer[Any]]]
 """How often each row was looked up, [num_embeddings], by the name of the table as features see it."""
 
@@ -96,7 +94,6 @@ def divide_rows(
     *,
     row_classes: Mapping[str, RowClasses] | None = None,
     kept: Mapping[str, npt.NDArray[np.bool_]] | None = None,
-    pruned_row: PrunedRow = "mean",
 ) -> DividedRows:
     """Make the parts' rows from those of the tables that they are parts of.
 
@@ -108,7 +105,6 @@ def divide_rows(
         counts: of the tables whose rows are divided by popularity.
         row_classes: for those that training has divided already.
         kept: of tables that are pruned, the rows that stay, bool [num_embeddings]; by default the hottest do.
-        pruned_row: what ids of pruned rows get.
 
     Raises ExportError where rows, counts or classes are missing, of another table or another size; or rows of a table
     are given of which nothing is made.
@@ -146,7 +142,7 @@ def divide_rows(
                 if table_rows.num_embeddings != table.num_embeddings:
                     size = f"{table_rows.num_embeddings} rows, num_embeddings is {table.num_embeddings}"
                     raise ExportError(f"table {table.name!r}: the source has {size}")
-                source = _PartRows(table_rows, class_of_row, number, part, pruned_row)
+                source = _PartRows(table_rows, class_of_row, number, part)
             sources[part.name] = source
         if table_counts is not None:
             access_counts |= part_counts(table, parts, table_counts, class_of_row)
@@ -203,14 +199,11 @@ def part_counts(
 
 
 class _PartRows(RowSource):
-    """The rows of one class of another source, in order; a pruned table's last part ends with the row of all pruned."""
+    """The rows of one class of another source, in order; those of a pruned table's last part end with a mean."""
 
-    def __init__(
-        self, source: RowSource, classes: npt.NDArray[np.uint8], number: int, part: TableSpec, pruned_row: PrunedRow
-    ) -> None:
+    def __init__(self, source: RowSource, classes: npt.NDArray[np.uint8], number: int, part: TableSpec) -> None:
         super().__init__(part.num_embeddings, part.embedding_dim)
         self._source, self._classes, self._number = source, classes, number
-        self._pruned_row = pruned_row
         in_class = np.add.reduceat(classes == number, np.arange(0, classes.size, _CHUNK_ROWS), dtype=np.int64)
         self._chunk_ends = np.cumsum(in_class)
 
@@ -226,7 +219,7 @@ class _PartRows(RowSource):
                 yield rows
         if row < end:
             total, count = np.zeros(self.embedding_dim), 0
-            for chunk in range(self._chunk_ends.size if self._pruned_row == "mean" else 0):
+            for chunk in range(self._chunk_ends.size):
                 rows = self._of_class(chunk, self._number + 1)
                 total += rows.sum(axis=0, dtype=np.float64)
                 count += len(rows)
@@ -235,7 +228,7 @@ class _PartRows(RowSource):
     def fingerprint(self) -> str:
         """Of the source, and of which of its rows these are."""
         classes = hashlib.sha256(self._classes.data).hexdigest()
-        return f"{self._source.fingerprint()} {classes} {self._number} {self._pruned_row}"
+        return f"{self._source.fingerprint()} {classes} {self._number}"
 
     def _of_class(self, chunk: int, number: int) -> Float32Array:
         first = chunk * _CHUNK_ROWS

@@ -220,7 +220,7 @@ def fleet_member(
     card_set = settings.open_card_set(options) if options.has_rows else None
     # A disk is waited for, and so are deltas, which are written to rows in this process while it serves.
     may_block = options.has_rows and (version is None or options.memory_budget_gb is not None)
-    hot_bytes = int(options.hot_rows_gb * 1e9)
+    hot_bytes = settings.to_bytes(options.hot_rows_gb)
     config = config_of(
         ServingConfig,
         options,

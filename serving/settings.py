@@ -161,7 +161,7 @@ class Settings(BaseModel):
 
     @classmethod
     def flag(cls, name: str) -> str:
-        """Return the flag of a setting, `--hot-rows-gb`, also of one that had it in earlier releases."""
+        """Return the flag of a setting, `--hot-rows-gb`; of one that only files set, what other commands call it."""
         text = str(cls._extra(name).get("flag", "")).partition(" ")[0]
         return text if text.startswith("--") else f"--{name.replace('_', '-')}"
 

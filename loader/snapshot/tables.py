@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, get_arg
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from loader.errors import cut
 
@@ -20,20 +20,8 @@ MAX_PARTS = 8
 RowDtype = Literal["int8", "int4", "fp16", "fp32"]
 Pooling = Literal["sum", "mean", "none"]
 
-
-def _removed(name: str, removed: str, instead: str) -> BeforeValidator:
-    """Return a validator that raises ValueError for a value of earlier releases."""
-
-    def refuse(value: Any) -> Any:
-        if value == removed:
-            raise ValueError(f"{name} {removed!r} is gone: export again with {name} {instead}")
-        return value
-
-    return BeforeValidator(refuse)
-
-
-Bucketing = Annotated[Literal["mixed", "range"], _removed("bucketing", "hash", "'mixed' or 'range'")]
-Combine = Annotated[Literal["add"], _removed("combine", "multiply", "'add'")]
+Bucketing = Literal["mixed", "range"]
+Combine = Literal["add"]
 NUM_BUCKETS: dict[Bucketing, int] = {"mixed": 4096, "range": 256}
 UnknownId = Literal["reject", "default_row", "skip"]
 # A name becomes a folder, a metric label and a JSON key: no separators, no leading dot.

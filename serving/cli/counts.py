@@ -51,7 +51,7 @@ _MAX_SHOWN = 200
     opts.FOLDER,
 )
 @opts.option("--out", "The file to write, safetensors.", opts.WRITABLE_FILE, required=True)
-@opts.settings_options(NodeTlsSettings, "node_ca", "node_cert", "node_key", "tls_role", hidden=False)
+@opts.settings_options(NodeTlsSettings, "node_ca", "node_cert", "node_key", "tls_role")
 @opts.option("--server-ca", "CAs of serving processes at https://. Default: the system's.", opts.EXISTING_FILE)
 @opts.option(
     "--token TOKEN", "For serving processes: one with the right `admin`.", envvar=TOKEN_VARIABLE, show_envvar=True

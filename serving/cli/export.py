@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     opts.EXISTING,
     multiple=True,
 )
-@opts.choice("--pruned-row", ["mean", "zeros"], "What ids of pruned rows get: the mean of these rows, or zeros.")
 @opts.assignments(
     "--blocks TABLE=FILE",
     "The block of each row of a table that training divided: an .npy file of whole numbers [num_embeddings], 0 for the "
@@ -113,7 +112,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
     _check_blocks(spec, given, classes)
     seen = {table.name for table in spec.logical_tables}
     whole = {table: one for table, one in counts.items() if table in seen}
-    made = divide_rows(spec, given, whole, row_classes=classes, kept=pruned.kept, pruned_row=options["pruned_row"])
+    made = divide_rows(spec, given, whole, row_classes=classes, kept=pruned.kept)
     golden = options["golden"]
     with progress_bars() as bars:
 

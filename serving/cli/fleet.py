@@ -39,7 +39,7 @@ _SCOPES = (
 @opts.setting_option(DivisionSettings, "cards", default=2)
 @opts.setting_option(RowSettings, "device", default="cpu")
 @opts.settings_options(DivisionSettings, "sharding", "plan_file")
-@opts.settings_options(FrontSettings, "hot_rows_gb", "hot_rows", "host", "http_port", "grpc_port", hidden=False)
+@opts.settings_options(FrontSettings, "hot_rows_gb", "hot_rows", "host", "http_port", "grpc_port")
 @opts.switch("--once", "Stop after the report.")
 @opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
 @click.pass_context

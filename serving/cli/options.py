@@ -210,13 +210,9 @@ store_text = _reader(store_or_path)
 
 
 def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
-    """Declare the option of a setting: help, type, bounds and default are the field's; `more` of `click.option`.
-
-    The option of one that only files and variables set is hidden and refused, unless `hidden` says otherwise.
-    """
+    """Declare the option of a setting: help, type, bounds and default are the field's; `more` of `click.option`."""
     field, metavar = schema.model_fields[name], schema.metavar(name)
     kind, flag, text = plain_type(field), schema.flag(name), str(more.pop("help", schema.help(name)))
-    is_refused = more.setdefault("hidden", schema.is_file_only(name))
     bounds = {bound: getattr(rule, bound) for rule in field.metadata for bound in _BOUNDS if hasattr(rule, bound)}
     default = None if field.is_required() else field.default
     if kind in (tuple, dict):
@@ -233,23 +229,15 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
         more = {"type": FOLDER if metavar == "FOLDER" else FILE, **more}
     else:
         more = {"type": str, **more}
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            where = f"{name} in the file of --config or SHARDRANK_{name.upper()} sets it"
-            raise click.UsageError(f"{flag} is gone: {where}.", ctx)
-        return value
-
     if default is not None:
         more = {"default": default, "show_default": True, **more}
-    if is_refused:
-        more["callback"] = refuse
     return click.option(flag, name, help=text, metavar=metavar or None, **more)
 
 
 def settings_options(schema: type[Settings], *names: str, **more: Any) -> Option:
-    """Declare the options of settings, of all if none is named; `more` as of `setting_option`."""
-    return together(*(setting_option(schema, name, **more) for name in names or schema.names()))
+    """Declare the options of settings, if none is named of all that flags set; `more` as of `setting_option`."""
+    named = names or [name for name in schema.names() if not schema.is_file_only(name)]
+    return together(*(setting_option(schema, name, **more) for name in named))
 
 
 _STORE = ("store", "store_cache", "store_cache_gb", "store_timeout_s")
@@ -267,9 +255,7 @@ def store_options(text: str, **more: Any) -> Option:
             settings = config_of(StoreSettings, values, "", given)
             return function(*args, store=settings.store_place, **options)
 
-        cache = (
-            setting_option(StoreSettings, name, envvar=f"SHARDRANK_{name.upper()}", hidden=False) for name in _STORE[1:]
-        )
+        cache = (setting_option(StoreSettings, name, envvar=f"SHARDRANK_{name.upper()}") for name in _STORE[1:])
         return together(setting_option(StoreSettings, "store", help=text, **more), *cache)(command)
 
     return declare

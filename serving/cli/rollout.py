@@ -350,14 +350,13 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                     return now
                 if time.monotonic() - moved >= REMIND_S:
                     moved, state = time.monotonic(), await read_fleet(fleet)
-                    _print_progress(state.status(begun.model), has_coordinator=state.coordinator is not None)
+                    _print_waiting(state.status(begun.model), has_coordinator=state.coordinator is not None)
         except RegistryUnavailableError as error:
             tell(f"waiting: {error}")
         await sleep(POLL_S)
 
 
-def _print_progress(status: RolloutStatus, *, has_coordinator: bool) -> None:
-    click.echo(_headline(status))
+def _print_waiting(status: RolloutStatus, *, has_coordinator: bool) -> None:
     if status.state in ("running", "undoing") and not has_coordinator:
         click.echo(NO_COORDINATOR)
     for version, reason in ({} if status.wanted is None else status.wanted.refused).items():
@@ -371,10 +370,10 @@ def _print_progress(status: RolloutStatus, *, has_coordinator: bool) -> None:
 
 def print_status(status: RolloutStatus, *, has_coordinator: bool) -> None:
     """Print how far a rollout is, what it waits for, and what nodes report."""
-    _print_progress(status, has_coordinator=has_coordinator)
-    document = status.model_dump(mode="json", include={"reason", "guards", "nodes", "events"})
+    document = status.model_dump(mode="json", exclude={"wanted", "rollout_id", "written", "waiting_for"})
     steps = {step.name: step.state for step in status.steps}
-    print_document({"steps": steps, **document, "events": document["events"][-SHOWN_EVENTS:]})
+    print_document({**document, "steps": steps, "events": document["events"][-SHOWN_EVENTS:]})
+    _print_waiting(status, has_coordinator=has_coordinator)
 
 
 def _tell_end(ended: Rollout, wanted: WantedModel | None) -> None:
@@ -383,29 +382,5 @@ def _tell_end(ended: Rollout, wanted: WantedModel | None) -> None:
         click.echo(f"{ended.model}: version {ended.to_version} is live, after {lasted}")
         return
     how = ended.state.replace("_", " ")
-    left = _live(None if wanted is None else wanted.live)
-    click.echo(f"{ended.model}: version {ended.to_version} was {how}: {ended.reason}; {left}", err=True)
-
-
-def _headline(status: RolloutStatus) -> str:
-    """Write `films: version 3 is live; rollout of 4 in place of 3 (beside): running for 20 s, step flip (5 of 7)`."""
-    told = f"{status.model}: {_live(status.live)}"
-    if status.state is None:
-        return f"{told}; there was no rollout yet"
-    details = [str(status.strategy)]
-    if status.canary_share is not None:
-        details.append(f"canary {100 * status.canary_share:g}%")
-    if status.bake_s:
-        details.append(f"bake {human_time(status.bake_s)}")
-    origin = "as the first one" if status.from_version is None else f"in place of {status.from_version}"
-    told += f"; rollout of {status.to_version} {origin} ({', '.join(details)}): {status.state.replace('_', ' ')}"
-    if status.state not in ("running", "undoing"):
-        return told
-    now = time.time()
-    here = next((number for number, step in enumerate(status.steps, 1) if step.state == "running"), len(status.steps))
-    lasts = human_time(now - (status.started_at or now))
-    return f"{told} for {lasts}, step {status.step} ({here} of {len(status.steps)})"
-
-
-def _live(version: int | None) -> str:
-    return "no version is live" if version is None else f"version {version} is live"
+    left = "no version" if wanted is None or wanted.live is None else f"version {wanted.live}"
+    click.echo(f"{ended.model}: version {ended.to_version} was {how}: {ended.reason}; {left} is live", err=True)

@@ -41,9 +41,6 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 )
 @opts.switch("--prune", "Drop rows that training never looked up; their ids get one row together.")
 @opts.option("--keep-share X", "With --prune, keep the hottest rows that have this share of the lookups.", opts.PART)
-@opts.option(
-    "--pruned-row", "With --prune: what ids of dropped rows get; default: their mean.", click.Choice(["mean", "zeros"])
-)
 @opts.choice("--bucketing", ["mixed", "range"], "Order of rows in their files: --sharding range needs range.")
 def train(store: Path, movielens: Path | None, ratings: int, seed: int, **options: Any) -> None:
     """Train the demo's model and write it into a store.
@@ -59,11 +56,10 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     from serving.training.dataset import FilmsOptions
     from serving.training.trainer import Pruning, expectation, read_interactions, train_version
 
-    given = {name: options.pop(name) for name in ("keep_share", "pruned_row")}
-    is_pruned, epochs = options.pop("prune"), options.pop("epochs")
-    if not is_pruned and any(value is not None for value in given.values()):
-        raise click.UsageError("--keep-share, --pruned-row: only with --prune")
-    pruning = config_of(Pruning, given) if is_pruned else None
+    is_pruned, keep_share, epochs = (options.pop(name) for name in ("prune", "keep_share", "epochs"))
+    if not is_pruned and keep_share is not None:
+        raise click.UsageError("--keep-share: only with --prune")
+    pruning = config_of(Pruning, {"keep_share": keep_share}) if is_pruned else None
     tables = {name: _json_object(f"--table {name}", text) for name, text in options.pop("table")}
     films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=tables)
     interactions = read_interactions(movielens, ratings, seed)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from loader.description import ModelDescription, QuotientRemainderMapping, TableDescription
-from loader.divided_rows import Counts, PrunedRow, classes_by_counts, divide_rows, kept_rows
+from loader.divided_rows import Counts, classes_by_counts, divide_rows, kept_rows
 from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
@@ -127,10 +127,9 @@ def _optimizers(network: RankingNetwork) -> list[torch.optim.Optimizer]:
 
 
 class Pruning(Frozen):
-    """Prune all rows but the hottest with `keep_share` of the lookups (1: unused rows); ids get `pruned_row`."""
+    """Prune all rows but the hottest with `keep_share` of the lookups (1: unused rows)."""
 
     keep_share: float = Field(default=1.0, gt=0, le=1)
-    pruned_row: PrunedRow = "mean"
 
 
 def training_counts(dataset: FilmsDataset, description: ModelDescription) -> dict[str, Int64Array]:
@@ -207,13 +206,13 @@ def train_described(
         if table.num_classes > 1
     }
     trained = train(dataset, trained_spec, row_classes=classes, seed=seed, epochs=epochs, progress=progress)
-    return divided(trained, spec, counts, (pruning or Pruning()).pruned_row)
+    return divided(trained, spec, counts)
 
 
-def divided(trained: TrainedModel, spec: ModelSpec, counts: Counts, pruned_row: PrunedRow = "mean") -> TrainedModel:
+def divided(trained: TrainedModel, spec: ModelSpec, counts: Counts) -> TrainedModel:
     """Cut what is to be stored, as `spec` says, out of what was trained. Raises ExportError as `divide`."""
     sources = {name: ArrayRows(rows) for name, rows in trained.tables.items()}
-    made = divide_rows(spec, sources, counts, row_classes=trained.row_classes, pruned_row=pruned_row)
+    made = divide_rows(spec, sources, counts, row_classes=trained.row_classes)
     tables = {name: np.concatenate(list(rows.blocks(0, rows.num_embeddings))) for name, rows in made.rows.items()}
     return replace(trained, spec=spec, tables=tables, row_classes=made.row_classes, access_counts=made.access_counts)
 

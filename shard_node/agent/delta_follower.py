@@ -150,6 +150,8 @@ class DeltaFollower:
                 raise DeltaFormatError(f"{self._where}: {name} is for table {stated.table!r}, which it does not have")
             heads: dict[int, bytes] = {}
             if isinstance(stated, Commit):
+                if stated.predecessor == NOTHING:
+                    position.heads.clear()  # Nor did its publisher know the last parts.
                 pieces = parts.get(entry.sequence, ())
                 batch, heads = stated.decode_parts(self._partitions[stated.table], pieces, position.heads)
             else:

@@ -163,7 +163,7 @@ def edit(**changes):
         (user_table(num_embeddings="1000"), "manifest.json: spec.tables.0.num_embeddings: "),
         (user_table(embedding_dim=16.0), "manifest.json: spec.tables.0.embedding_dim: "),
         (user_table(default_row=False), "manifest.json: spec.tables.0.default_row: "),
-        (user_table(bucketing="hash"), "bucketing 'hash' is gone: export again with bucketing 'mixed' or 'range'"),
+        (user_table(bucketing="hash"), "bucketing: Input should be 'mixed' or 'range'"),
         (first_feature(weighted="no"), "manifest.json: spec.features.0.weighted: "),
         (first_feature(weighted=0), "manifest.json: spec.features.0.weighted: "),
         (lambda one: one["golden"].update(tolerance="0.1"), "manifest.json: golden.tolerance: "),

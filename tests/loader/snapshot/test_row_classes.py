@@ -143,7 +143,7 @@ def test_classes_that_do_not_count_right_are_refused_by_file(damaged, change, me
         (lambda one: one["spec"]["divided"][0].update(parts=["item.b0"] * 9), "at most 8"),
         (
             lambda one: one["spec"]["divided"][0].update(combine="multiply"),
-            "combine 'multiply' is gone: export again with combine 'add'",
+            "combine: Input should be 'add'",
         ),
         (lambda one: one["spec"]["divided"][0].update(by="quotient_remainder"), "buckets go with"),
     ],

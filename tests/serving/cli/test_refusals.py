@@ -22,7 +22,7 @@ START = "rollout start films 2 --registry r"
 REFUSALS = [
     ("inspect", USAGE, "Name a snapshot"),
     ("inspect --store a --snapshot b", USAGE, "leave out --store"),
-    ("train --store s --keep-share 0.5", USAGE, "--keep-share, --pruned-row: only with --prune"),
+    ("train --store s --keep-share 0.5", USAGE, "--keep-share: only with --prune"),
     ("train --store s --table films=[]", USAGE, "--table films: '[]' is not a JSON object"),
     ("train --store s --table films=x", USAGE, "--table films: not JSON"),
     ("demo --sharding sideways", USAGE, "is not one of"),
@@ -111,8 +111,8 @@ REFUSALS = [
         "--node-cert and --node-key belong together",
     ),
     # Flags that are keys of the file, and files.
-    (f"{SERVE} --wire-dtype float16", USAGE, "--wire-dtype is gone: wire_dtype in the file of --config"),
-    (f"{NODE} --threads 3", USAGE, "--threads is gone: threads in the file of --config or SHARDRANK_THREADS"),
+    (f"{SERVE} --wire-dtype float16", USAGE, "No such option '--wire-dtype'"),
+    (f"{NODE} --threads 3", USAGE, "No such option '--threads'"),
     (f"{SERVE} @thread=3 @lunch=1", USAGE, "unknown key 'thread', 'lunch'; allowed are ['registry', 'store'"),
     (f"{SERVE} @http_port=70000", USAGE, "http_port: Input should be less than or equal to 65535"),
     (f"{SERVE} @limits.max_queue=0", USAGE, "limits: max_queue: Input should be greater"),

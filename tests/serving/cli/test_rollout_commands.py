@@ -213,7 +213,7 @@ def test_a_refused_version_ends_with_code_1_and_the_reason(tmp_path: Path, where
         assert (found["state"], found["live"]) == ("refused", 1)
         assert reason in found["reason"]
         shown = shardrank("rollout", "status", MODEL, *where).output
-        assert "films: version 1 is live; rollout of 2 in place of 1 (beside): refused" in shown
+        assert "model films, live 1, state refused, " in shown
         assert reason in shown
 
 
@@ -231,8 +231,8 @@ def test_a_running_rollout_is_shown_and_aborted(tmp_path: Path, where: Where) ->
         assert (found["state"], found["step"], found["live"]) == ("running", "stage_shards", 1)
         assert (found["canary_share"], found["bake_s"]) == (0.05, 120)
         shown = shardrank("rollout", "status", *where).output
-        assert "rollout of 2 in place of 1 (beside, canary 5%, bake 2 min): running for " in shown
-        assert "step stage_shards (1 of " in shown
+        assert "from_version 1, to_version 2, canary_share 5.00%, bake_s 120, " in shown
+        assert "step stage_shards" in shown
         assert "waiting for shard-0-1" in shown
 
         second = shardrank("rollout", "start", MODEL, 3, *where, code=1)

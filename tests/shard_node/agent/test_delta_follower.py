@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.deltas.batch import DeltaBatch
-from loader.deltas.chain import NUM_PARTITIONS, Commit
+from loader.deltas.chain import NUM_PARTITIONS, Commit, Tail
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError
 from loader.registry import open_registry
@@ -240,6 +240,22 @@ async def test_duplicates_are_skipped_and_gaps_refused(scene):
     assert scene.position.sequence == 2
     follower.apply([first, second, third, second, fourth], {})
     assert (scene.position.sequence, scene.position.snapshot().rows) == (4, 4)
+
+
+async def test_a_publisher_that_knows_no_digests_begins_new_chains(scene):
+    """The entry that it follows was trimmed, with the digests of the last parts."""
+    writer, rows = StreamWriter(SPEC), np.arange(300)
+    for value in (1.0, 2.0):
+        writer.write("int8", rows, np.full((300, 4), value))
+    writer.entries[-1] = replace(writer.entries[-1], tail=Tail(2))
+    writer.write("int8", rows[:100], np.full((100, 4), 3.0))
+    writer.write("int8", rows, np.full((300, 4), 4.0))
+    for count in (2, 4):
+        await writer.put(scene.registry, count - 2, count)
+        await scene.follower().run(until=count)
+    np.testing.assert_array_equal(
+        stored_rows(scene.tables.engine, "int8"), encoded(SPEC.tables[0], np.full((300, 4), 4.0))
+    )
 
 
 class Unsteady:

@@ -211,10 +211,10 @@ class StreamWriter:
             partitions = partitions_of(of_table, batch.rows)
             self.entries.append(Written(batch, *encode_commit(batch, partitions, tail, token=1)))
 
-    async def put(self, registry: Registry, begin: int = 0) -> None:
-        """Append its entries, from the one at `begin` on, to the model's stream."""
+    async def put(self, registry: Registry, begin: int = 0, end: int | None = None) -> None:
+        """Append its entries from `begin` to `end` to the model's stream."""
         stream, before = delta_stream(self.spec.model, 1), None
-        for number, entry in enumerate(self.entries):
+        for number, entry in enumerate(self.entries[:end]):
             put = StreamEntry(entry.tail.sequence, entry.payload)
             if number >= begin and entry.rows is None:
                 await registry.append(stream, put.sequence, put.payload)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from loader.description import ModelDescription
-from loader.divided_rows import PrunedRow, divide_rows, kept_rows
+from loader.divided_rows import divide_rows, kept_rows
 from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
@@ -36,12 +36,11 @@ class DividedModel:
         store: Path,
         *,
         dense: Mapping[str, torch.Tensor] | None = None,
-        pruned_row: PrunedRow = "mean",
         **options: Any,
     ) -> Snapshot:
         """Write a snapshot of it; `dense` is without projections, `options` as of `export_snapshot`."""
         sources = {name: ArrayRows(rows) for name, rows in self.given.items()}
-        division = divide_rows(self.spec, sources, self.counts, pruned_row=pruned_row)
+        division = divide_rows(self.spec, sources, self.counts)
         weights = {"weight": torch.zeros(1)} if dense is None else dict(dense)
         tensors = {projection_name(part): torch.from_numpy(one) for part, one in self.projections.items()}
         path = export_snapshot(
@@ -107,15 +106,14 @@ def write_twins(
     description: ModelDescription,
     *,
     pruned: tuple[str, ...] = (),
-    pruned_row: PrunedRow = "mean",
     dense: Mapping[str, torch.Tensor] | None = None,
     seed: int = 0,
     version: int | None = None,
 ) -> Twins:
     """Export a `divided_model` and its twin. `dense` is without projections."""
     made = divided_model(description, pruned=pruned, seed=seed)
-    divided = made.export(folder / "divided", dense=dense, pruned_row=pruned_row, version=version)
-    rows = {table.name: worth(made, table, pruned_row) for table in made.spec.logical_tables}
+    divided = made.export(folder / "divided", dense=dense, version=version)
+    rows = {table.name: worth(made, table) for table in made.spec.logical_tables}
     whole = [
         {**one.model_dump(), "dtype": "fp32", "embedding_dim": rows[one.name].shape[1]}
         | {"blocks": (), "project_to": None, "column_dims": (), "id_mapping": {"kind": "identity"}}
@@ -127,7 +125,7 @@ def write_twins(
     return Twins(divided, Snapshot.open(plain), rows, made.projections)
 
 
-def worth(made: DividedModel, table: TableSpec | DividedTable, pruned_row: PrunedRow) -> Float32Array:
+def worth(made: DividedModel, table: TableSpec | DividedTable) -> Float32Array:
     """What each row is worth once stored, projected and combined."""
     given, projections = made.given, made.projections
 
@@ -155,5 +153,5 @@ def worth(made: DividedModel, table: TableSpec | DividedTable, pruned_row: Prune
     if table.pruned:
         rest = hottest[begin:]
         mean = given[table.name][rest].mean(axis=0, keepdims=True, dtype=np.float64).astype(np.float32)
-        out[rest] = stored(parts[-1], mean if pruned_row == "mean" else np.zeros_like(mean))
+        out[rest] = stored(parts[-1], mean)
     return out
