@@ -31,8 +31,9 @@ _KUBERNETES = ("tcp://", "udp://", "sctp://")
 
 def configured(name: str, schema: type[Settings]) -> Callable[[Callable[..., Any]], click.Command]:
     """Declare a command whose function gets the `config` that its flags, its variables and its file make."""
+    named = [name for name in schema.names() if name not in LOGGED and not schema.is_file_only(name)]
     options = together(
-        settings_options(schema, *(name for name in schema.names() if name not in LOGGED)),
+        settings_options(schema, *named),
         option("--config", "Settings as TOML, by name; variables and flags override it.", FILE),
         switch("--print-config", "Print the settings as TOML, without passwords, and exit."),
     )

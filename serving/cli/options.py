@@ -234,10 +234,9 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
     return click.option(flag, name, help=text, metavar=metavar or None, **more)
 
 
-def settings_options(schema: type[Settings], *names: str, **more: Any) -> Option:
-    """Declare the options of settings, if none is named of all that flags set; `more` as of `setting_option`."""
-    named = names or [name for name in schema.names() if not schema.is_file_only(name)]
-    return together(*(setting_option(schema, name, **more) for name in named))
+def settings_options(schema: type[Settings], *names: str) -> Option:
+    """Declare the options of settings."""
+    return together(*(setting_option(schema, name) for name in names))
 
 
 _STORE = ("store", "store_cache", "store_cache_gb", "store_timeout_s")
