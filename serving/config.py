@@ -330,14 +330,12 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
     @model_validator(mode="after")
     def _check_rows(self, info: ValidationInfo) -> Self:
         given = self.given(info)
-        if not self.has_rows and self.in_fleet:
-            rows = {"cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb"}
-            if wrong := given & {*rows, *DEVICE_FIELDS}:
-                named = self.labels(wrong)
-                raise ValueError(f"{named}: with --registry only for --local rows; shard nodes have their own.")
-        elif not self.has_rows and (wrong := given & {"memory_budget_gb", *DEVICE_FIELDS}):
-            verb = "is" if len(wrong) == 1 else "are"
-            raise ValueError(f"{self.labels(wrong)} {verb} for rows in this process; shard nodes have their own.")
+        of_rows = {"memory_budget_gb", *DEVICE_FIELDS}
+        if self.in_fleet:
+            of_rows |= {"cards", "sharding", "replicate_bytes", "max_memory_gb"}
+        if not self.has_rows and (wrong := given & of_rows):
+            where = "with --registry only for --local rows" if self.in_fleet else "only for rows in this process"
+            raise ValueError(f"{self.labels(wrong)}: {where}; shard nodes have their own.")
         if self.has_rows and self.hot_rows_gb:
             raise ValueError(
                 "--hot-rows-gb holds copies of rows that are on shard nodes; here all rows are in this process, "

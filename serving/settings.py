@@ -22,8 +22,8 @@ from pydantic.fields import FieldInfo
 def setting(default: Any, flag: str = "", *, file_only: bool = False, **more: Any) -> Any:
     """Return a field with bounds as `pydantic.Field` takes them, and its flag; its docstring is the help.
 
-    `flag` is `--flag METAVAR`, or one of both where the other follows from the field's name and type. With `file_only`
-    there is none: the file and the variable set it.
+    `flag` is `--flag METAVAR`, or METAVAR alone where the other follows from the field's name. With `file_only` there
+    is none: the file and the variable set it.
     """
     return Field(default, json_schema_extra={"flag": flag, "file_only": file_only}, **more)
 
@@ -162,13 +162,16 @@ class Settings(BaseModel):
     @classmethod
     def flag(cls, name: str) -> str:
         """Return the flag of a setting, `--hot-rows-gb`; of one that only files set, what other commands call it."""
-        text = str(cls._extra(name).get("flag", "")).partition(" ")[0]
-        return text if text.startswith("--") else f"--{name.replace('_', '-')}"
+        return cls._flag(name)[0] or f"--{name.replace('_', '-')}"
 
     @classmethod
     def metavar(cls, name: str) -> str:
         """Return what stands for the value in the help; empty if that follows from the type."""
-        return str(cls._extra(name).get("flag", "")).rpartition(" ")[2].removeprefix(cls.flag(name))
+        return cls._flag(name)[2]
+
+    @classmethod
+    def _flag(cls, name: str) -> tuple[str, str, str]:
+        return str(cls._extra(name).get("flag", "")).rpartition(" ")
 
     @classmethod
     def _extra(cls, name: str) -> Mapping[str, Any]:
@@ -202,7 +205,9 @@ class Settings(BaseModel):
 
     def write(self, path: Path) -> None:
         """Write the file of `--config` for another process, readable by this user alone."""
-        write_private(path, self.to_toml(sparse=True))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(self.to_toml(sparse=True))
 
 
 def _without_passwords(value: Any) -> Any:
@@ -213,13 +218,6 @@ def _without_passwords(value: Any) -> Any:
     from loader.registry.registry import without_password
 
     return without_password(value) if isinstance(value, str) else value
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that this user alone can read."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def _toml(value: Any) -> str:

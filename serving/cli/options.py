@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from serving.cli.settings import config_of, registry_url
 from serving.config import StoreSettings
 from serving.settings import Settings, plain_type, seconds, store_or_path
+from serving.settings import assignments as read_assignments
 
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -155,19 +156,15 @@ def numbers(flag: str, text: str, low: int, high: int, default: str | None = Non
 
 
 def assignments(flag: str, text: str, kind: Callable[[str], Any] = str) -> Option:
-    """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets pairs, values as `kind` reads."""
-    metavar = flag.partition(" ")[2]
+    """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets a dict, values as `kind` reads."""
 
-    def assignment(given: str) -> tuple[str, Any]:
-        name, _, value = given.partition("=")
+    def read(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
         try:
-            if name and value:
-                return name, kind(value)
+            return {name: kind(value) for name, value in read_assignments(given).items()}
         except ValueError:
-            pass
-        raise click.BadParameter(f"{given!r} is not {metavar}.")
+            raise click.BadParameter(f"{' '.join(given)!r} is not {param.metavar}.") from None
 
-    return option(flag, f"{text} Repeatable.", assignment, multiple=True)
+    return option(flag, f"{text} Repeatable.", multiple=True, callback=read)
 
 
 def switch(flag: str, text: str, **more: Any) -> Option:

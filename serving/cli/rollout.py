@@ -197,7 +197,7 @@ def start(ctx: click.Context, /, model: str, version: int, follow: bool, url: st
     from loader.rollout.guards import GuardLimits
     from loader.rollout.requests import start_rollout
 
-    limits = config_of(GuardLimits, {}, "--guard: ", **dict(options["guard"]))
+    limits = config_of(GuardLimits, {}, "--guard: ", **options["guard"])
     canary, bake, bake_timeout_s = options["canary"], options["bake"], options["bake_timeout"]
     bake_s = bake if bake is not None else DEFAULT_CANARY_BAKE_S if canary is not None else 0.0
     if bake_timeout_s is not None and not bake_s:

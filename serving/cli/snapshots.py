@@ -60,7 +60,7 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     if not is_pruned and keep_share is not None:
         raise click.UsageError("--keep-share: only with --prune")
     pruning = config_of(Pruning, {"keep_share": keep_share}) if is_pruned else None
-    tables = {name: _json_object(f"--table {name}", text) for name, text in options.pop("table")}
+    tables = {name: _json_object(f"--table {name}", text) for name, text in options.pop("table").items()}
     films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=tables)
     interactions = read_interactions(movielens, ratings, seed)
     with progress_bars() as bars:

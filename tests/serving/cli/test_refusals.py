@@ -55,7 +55,7 @@ REFUSALS = [
     ("serve --store s --local", USAGE, "--local: only with --registry"),
     ("serve --store s --max-staleness films=3", USAGE, "--max-staleness: only with --registry"),
     ("serve --store s --model a --model b", USAGE, "Several --model need --registry"),
-    ("serve --store s --shard h:1 @memory_budget_gb=1", USAGE, "memory_budget_gb is for rows in this"),
+    ("serve --store s --shard h:1 @memory_budget_gb=1", USAGE, "memory_budget_gb: only for rows in this"),
     *(
         (f"{serve} {flag}", USAGE, re.split("[ =]", flag.lstrip("@"))[0] + problem)
         for flag in (
@@ -66,7 +66,7 @@ REFUSALS = [
             "@peer_access='\"required\"'",
         )
         for serve, problem in (
-            ("serve --snapshot {model} --shard h:1", " is for rows in this process"),
+            ("serve --snapshot {model} --shard h:1", ": only for rows in this process"),
             (SERVE, ": with --registry only for --local rows"),
         )
     ),
