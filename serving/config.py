@@ -6,7 +6,6 @@ its default (serving/cli/configured.py). Values are parsed, and what does not go
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
 
@@ -67,18 +66,9 @@ class StoreSettings(Settings):
         return self
 
 
-BY_SNAPSHOT: Final = dict.fromkeys(("store", "models", "version"), ("snapshot",))
-"""What a snapshot's own folder overrules, see `Settings`."""
-
-
 class MemberSettings(StoreSettings):
     """What a process serves: a version that is named, or what its fleet's registry says."""
 
-    overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "registry": ("version", "snapshot", "shards"),
-        "snapshot": tuple(BY_SNAPSHOT),
-        **BY_SNAPSHOT,
-    }
     fleet_only: ClassVar[frozenset[str]] = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cpu_share"})
 
     models: tuple[str, ...] = setting((), "--model NAME")
@@ -118,9 +108,8 @@ class MemberSettings(StoreSettings):
             if len(self.models) > 1:
                 raise ValueError("Several --model need --registry.")
         elif static:
-            raise ValueError(
-                f"{self.labels(static)}: not with --registry, which says what is served and where rows are."
-            )
+            where = "not with --registry or SHARDRANK_REGISTRY, which says what is served and where rows are"
+            raise ValueError(f"{self.labels(static)}: {where}.")
         elif self.store is None:
             raise ValueError("--registry needs --store.")
         return self

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
 from pydantic.fields import FieldInfo
@@ -135,14 +135,12 @@ Store: TypeAlias = Annotated[Path | str, BeforeValidator(store_or_path)]
 class Settings(BaseModel):
     """Immutable, and an unknown key is an error: a misspelt setting must not be ignored.
 
-    A setting is a field that is not excluded from dumps; its docstring is its help. `overruled` has those that give way
-    to others which come by a nearer road, such as a variable to a flag.
+    A setting is a field that is not excluded from dumps; its docstring is its help.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
     )
-    overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod
     def names(cls) -> list[str]:

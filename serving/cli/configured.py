@@ -97,14 +97,10 @@ def read_config(ctx: click.Context, schema: type[Settings]) -> Settings:
     logged = {name: ctx.meta[name] for name in LOGGED if name in ctx.meta}
     flags = {name: ctx.params[name] for name in options if is_given(name) is ParameterSource.COMMANDLINE}
     sources = {f"--config {path}: ": file, _PREFIX: read_variables(schema, os.environ), "": logged | flags}
-    order = list(sources)
     origin = {name: source for source, values in sources.items() for name in values}
     merged: dict[str, Any] = {}
     for source, values in sources.items():
         for name, value in values.items():
-            nearer = [other for other in schema.overruled.get(name, ()) if other in origin]
-            if any(order.index(origin[other]) > order.index(origin[name]) for other in nearer):
-                continue
             try:
                 by_name = assignments(value) if plain_type(schema.model_fields[name]) is dict else None
             except ValueError as error:

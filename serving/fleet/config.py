@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from loader.rollout import CoordinatorConfig
 from serving.config import (
-    BY_SNAPSHOT,
     DivisionSettings,
     FrontSettings,
     LogSettings,
@@ -57,8 +56,6 @@ _SET_BY_FLEET: Final = {
 
 class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
     """What `shardrank up` runs by: a coordinator, shard nodes and serving processes over one store."""
-
-    overruled: ClassVar = BY_SNAPSHOT
 
     models: tuple[str, ...] = setting((), "--model NAME", max_length=256)
     """What to serve; default: all of the store, and what is rolled out later."""
