@@ -10,7 +10,7 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin
@@ -192,14 +192,13 @@ class Settings(BaseModel):
 
         `masked`: without users and passwords; `sparse`: without defaults, which other releases may have no names for.
         """
+        from loader.registry.registry import without_password
+
         dumped = self.model_dump(mode="json", include={*self.names()}, exclude_none=True, exclude_defaults=sparse)
-        for name, value in dumped.items():
-            if isinstance(path := getattr(self, name), Path):
-                # A link is kept as it is: setting it anew is how secrets change.
-                dumped[name] = str(path.absolute())
-            elif masked:
-                dumped[name] = _without_passwords(value)
-        return "".join(f"{name} = {_toml(value)}\n" for name, value in dumped.items())
+        # A link is kept as it is: setting it anew is how secrets change.
+        paths = {name: str(path.absolute()) for name in dumped if isinstance(path := getattr(self, name), Path)}
+        mask = without_password if masked else str
+        return "".join(f"{name} = {_toml(value, mask)}\n" for name, value in (dumped | paths).items())
 
     def write(self, path: Path) -> None:
         """Write the file of `--config` for another process, readable by this user alone."""
@@ -208,18 +207,10 @@ class Settings(BaseModel):
             file.write(self.to_toml(sparse=True))
 
 
-def _without_passwords(value: Any) -> Any:
+def _toml(value: Any, mask: Callable[[str], str]) -> str:
+    """Return a value as TOML writes it, which is as JSON does but for the `=` of a table; texts as `mask` has them."""
     if isinstance(value, dict):
-        return {key: _without_passwords(item) for key, item in value.items()}
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item, mask)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return [_without_passwords(item) for item in value]
-    from loader.registry.registry import without_password
-
-    return without_password(value) if isinstance(value, str) else value
-
-
-def _toml(value: Any) -> str:
-    """Return a value as TOML writes it, which is as JSON does but for the `=` of a table."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
+        return "[" + ", ".join(_toml(item, mask) for item in value) + "]"
+    return json.dumps(mask(value) if isinstance(value, str) else value, ensure_ascii=False)

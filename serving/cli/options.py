@@ -211,24 +211,22 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
     field, metavar = schema.model_fields[name], schema.metavar(name)
     kind, flag, text = plain_type(field), schema.flag(name), str(more.pop("help", schema.help(name)))
     bounds = {bound: getattr(rule, bound) for rule in field.metadata for bound in _BOUNDS if hasattr(rule, bound)}
-    default = None if field.is_required() else field.default
+    default = more.pop("default", None if field.is_required() else field.default)
+    value_type: Any = None
     if kind in (tuple, dict):
-        more, default, text = {"multiple": True, **more}, None, f"{text} Repeatable."
+        default, text, more["multiple"] = None, f"{text} Repeatable.", True
     elif kind is bool:
-        flag, more = f"{flag}/--no-{flag[2:]}" if default else flag, {"is_flag": True, **more}
+        flag, more["is_flag"] = f"{flag}/--no-{flag[2:]}" if default else flag, True
     elif get_origin(kind) is Literal:
-        more = {"type": click.Choice(get_args(kind)), **more}
+        value_type = click.Choice(get_args(kind))
     elif kind in (int, float) and metavar != "TIME":
-        range_, metavar = (click.IntRange, metavar or "N") if kind is int else (FiniteRange, metavar or "X")
-        low = bounds.get("gt", bounds.get("ge"))
-        more = {"type": range_(low, bounds.get("le"), min_open="gt" in bounds), **more}
+        number, metavar = (click.IntRange, metavar) if kind is int else (FiniteRange, metavar or "X")
+        value_type = number(bounds.get("gt", bounds.get("ge")), bounds.get("le"), min_open="gt" in bounds)
     elif kind is Path:
-        more = {"type": FOLDER if metavar == "FOLDER" else FILE, **more}
+        value_type = FOLDER if metavar == "FOLDER" else FILE
     else:
-        more = {"type": str, **more}
-    if default is not None:
-        more = {"default": default, "show_default": True, **more}
-    return click.option(flag, name, help=text, metavar=metavar or None, **more)
+        value_type = str
+    return option(f"{flag} {metavar}", text, value_type, default, name=name, **more)
 
 
 def settings_options(schema: type[Settings], *names: str) -> Option:

@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from loader.rollout import CoordinatorConfig
+from serving.cli.settings import registry_url
 from serving.config import (
     DivisionSettings,
     FrontSettings,
@@ -93,8 +94,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
         for section, names in _SET_BY_FLEET.items():
             if kept := sorted(names & getattr(self, section).keys()):
                 raise ValueError(f"{section}.{kept[0]}: the fleet sets it for each process.")
-        if self.registry is None and not isinstance(self.store_place, Path | None):
-            raise ValueError(f"--registry URL is needed: no registry lies in a store at a URL, {self.store}.")
+        if self.store is not None:
+            registry_url(self.registry, self.store_place)
         children: dict[str, Callable[[], Settings]] = {
             "serve": partial(self.serve_config, "serve-0"),
             "shard_node": partial(self.shard_node_config, next(iter(self.shard_nodes)), "unix:/socket"),
@@ -110,12 +111,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
 
     @property
     def registry_url(self) -> str:
-        """The registry that was named, or that of the store."""
-        if self.registry is not None:
-            return self.registry
-        from loader.registry import registry_in
-
-        return registry_in(Path(str(self.store)))
+        """The registry that was named, or that of the store. Raises click.UsageError."""
+        return registry_url(self.registry, self.store_place)
 
     @property
     def shard_nodes(self) -> dict[str, int]:

@@ -156,12 +156,10 @@ def run_workers(config: ServeConfig) -> None:
     if not config.in_fleet:
         # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
         folder = settings.member_folder(config, with_rows=False)
-        rows_here = isinstance(config.store_place, Path | None)
-        snapshot = Snapshot.open(folder, verify=False, rows_here=rows_here)
-        version: dict[str, object] = {"store": None, "models": (), "version": None, "snapshot": folder}
-        if not rows_here:
-            version = {"models": (snapshot.spec.model,), "version": snapshot.version}
-        config = config.model_copy(update=version)
+        snapshot = Snapshot.open(folder, verify=False, rows_here=isinstance(config.store_place, Path | None))
+        if config.snapshot is None:
+            named = {"models": (snapshot.spec.model,), "version": snapshot.version}
+            config = config.model_copy(update=named)
     workers = [worker_config(config, worker) for worker in range(config.workers)]
 
     async def program() -> None:
