@@ -7,12 +7,12 @@ its default (serving/cli/configured.py). Values are parsed, and what does not go
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pydantic import FilePath, ValidationInfo, model_validator
 
 from serving.observe.logs import LogFormat, LogLevel
-from serving.settings import Limits, Policy, RoleUris, Settings, Shard, Staleness, Store, setting
+from serving.settings import Limits, Policy, Settings, Shard, Staleness, Store, setting
 
 if TYPE_CHECKING:
     from loader.stores.cache import StorePlace
@@ -69,8 +69,6 @@ class StoreSettings(Settings):
 class MemberSettings(StoreSettings):
     """What a process serves: a version that is named, or what its fleet's registry says."""
 
-    fleet_only: ClassVar[frozenset[str]] = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cpu_share"})
-
     models: tuple[str, ...] = setting((), "--model NAME")
     """With --registry only this model, repeatable; default: all that are rolled out, now or later. Without, the model;
     default: the only one."""
@@ -79,7 +77,7 @@ class MemberSettings(StoreSettings):
     its checks."""
     snapshot: Path | None = setting(None, "FOLDER")
     """Without --registry: the snapshot's own folder, in place of --store, --model, --version."""
-    node_id: str | None = setting(None, "NAME")
+    node_id: str | None = setting(None, "NAME", pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")
     """With --registry: the process' name, the same after a restart. Default: made of host, port and shard."""
     advertise: str | None = setting(None, "ADDRESS")
     """With --registry: where others reach this process."""
@@ -103,7 +101,8 @@ class MemberSettings(StoreSettings):
         given = self.given(info)
         static = given & {"version", "snapshot", "shards"}
         if not self.in_fleet:
-            if wrong := given & self.fleet_only:
+            of_fleet = {"advertise", "node_id", "max_memory_gb", "stage_cpu_share", "local", "max_staleness"}
+            if wrong := given & of_fleet:
                 raise ValueError(f"{self.labels(wrong)}: only with --registry.")
             if len(self.models) > 1:
                 raise ValueError("Several --model need --registry.")
@@ -156,9 +155,6 @@ class RowSettings(Settings):
     then rows are on all cards, or in pinned host memory."""
 
 
-DEVICE_FIELDS: Final = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
-
-
 class TlsSettings(Settings):
     """The certificate of a server, and who is let in."""
 
@@ -186,7 +182,7 @@ class TlsSettings(Settings):
 class RoleSettings(TlsSettings):
     """The roles of certificates on the wire."""
 
-    tls_role: RoleUris = setting((), "ROLE=URI", file_only=True)
+    tls_role: tuple[str, ...] = setting((), "ROLE=URI", file_only=True)
     """On the wire, a URI in certificates (subjectAltName) that stands for the role router, node or operator, such as a
     SPIFFE id, beside shardrank:ROLE."""
 
@@ -295,8 +291,6 @@ class FrontSettings(TlsSettings, LogSettings, TraceSettings):
 class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings, MemberSettings):
     """What `shardrank serve` runs by."""
 
-    fleet_only = MemberSettings.fleet_only | {"local", "max_staleness"}
-
     advertise: str | None = setting(None, "URL")
     """With --registry: where this process is reached over HTTP, for people to read. Default: host and port."""
     shards: tuple[str, ...] = setting((), "--shard ADDRESS[,ADDRESS...]")
@@ -319,7 +313,7 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
     @model_validator(mode="after")
     def _check_rows(self, info: ValidationInfo) -> Self:
         given = self.given(info)
-        of_rows = {"memory_budget_gb", *DEVICE_FIELDS}
+        of_rows = {"memory_budget_gb", "device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access"}
         if self.in_fleet:
             of_rows |= {"cards", "sharding", "replicate_bytes", "max_memory_gb"}
         if not self.has_rows and (wrong := given & of_rows):

@@ -39,14 +39,6 @@ def assignments(value: Any) -> Any:
     return {name: item for name, _, item in pairs}
 
 
-def _role_pairs(value: Any) -> Any:
-    texts = value if isinstance(value, list | tuple) else ()
-    pairs = [text.partition("=")[::2] if isinstance(text, str) else text for text in texts]
-    if wrong := [text for text, pair in zip(texts, pairs, strict=True) if not all(pair)]:
-        raise ValueError(f"{wrong[0]!r} is not ROLE=URI")
-    return pairs or value
-
-
 def _shard_number(value: Any) -> Any:
     if not isinstance(value, str):
         return value
@@ -119,11 +111,6 @@ ByName: TypeAlias = Annotated[dict[str, Any], BeforeValidator(assignments)]
 Limits: TypeAlias = Annotated[ByName, _checked_by("serving.limits", "RequestLimits")]
 Policy: TypeAlias = Annotated[ByName, _checked_by("router.outliers", "ReplicaPolicy")]
 Staleness: TypeAlias = Annotated[dict[str, float], BeforeValidator(assignments)]
-RoleUris: TypeAlias = Annotated[
-    tuple[tuple[str, str], ...],
-    BeforeValidator(_role_pairs),
-    PlainSerializer(lambda pairs: ["=".join(pair) for pair in pairs], when_used="json"),
-]
 Shard: TypeAlias = Annotated[
     tuple[int, int],
     BeforeValidator(_shard_number),

@@ -54,9 +54,8 @@ def run_shard_node(options: ShardNodeConfig, tls: TlsConfig | None) -> None:
     # on one machine a lookup of 1 ms takes 15 ms and more.
     torch.set_num_threads(1)
     membership = Membership.of(options)
-    # What can't be is refused before a card is opened.
-    settings.node_config(options, options.node_id or "shard", store=membership.store)
     if options.advertise:
+        # What can't be is refused before a card is opened.
         Address.parse(options.advertise)
     settings.check_store(options.store_place)
     traces = settings.trace_config(options, "shardrank-shard-node")

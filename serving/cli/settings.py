@@ -326,7 +326,8 @@ class Protection:
         from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context, server_context
 
         cert, key, client_ca = config.tls_cert, config.tls_key, config.tls_client_ca
-        roles, prefix = {"role_uris": getattr(config, "tls_role", None)}, "tls_role: "
+        uris = tuple(text.partition("=")[::2] for text in getattr(config, "tls_role", ()))
+        roles, prefix = {"role_uris": uris}, "tls_role: ROLE=URI: "
         tls = node_tls = None
         if cert is not None:
             tls = config_of(TlsConfig, roles, prefix, cert=cert, key=key, client_ca=client_ca)

@@ -50,7 +50,7 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("models", (("a",), ("b",), ("c",))),
     ("shards listen", (("a",), ("b", "c"), ("d", "e"))),
     ("shard", ((0, 2), (1, 2), (1, 3))),
-    ("tls_role", ((("node", "u:a"),), (("node", "u:b"), ("router", "u:c")), ())),
+    ("tls_role", (("node=u:a",), ("node=u:b", "router=u:c"), ())),
     ("limits", ({"max_queue": 1}, {"max_queue": 2}, {"max_queue": 3})),
     ("replica_policy", ({"failures": 1}, {"failures": 2}, {})),
     ("max_staleness", ({"a": 1.0}, {"a": 2.0}, {"a": 3.0})),
