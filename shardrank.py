@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from loader.errors import PublisherSupersededError as PublisherSupersededError
     from loader.errors import RegistryConflictError as RegistryConflictError
     from loader.errors import RegistryError as RegistryError
+    from loader.errors import RegistryForeignError as RegistryForeignError
     from loader.errors import RegistryRecordError as RegistryRecordError
     from loader.errors import RegistryUnavailableError as RegistryUnavailableError
     from loader.errors import ShardrankError as ShardrankError
@@ -89,8 +90,8 @@ _NAMES = {
     "loader.divided_rows": "divide_rows kept_rows",
     "loader.errors": (
         "CheckpointError ConfigError DeadlineExceededError DeltaError DeltaFormatError DeltaLostError ExportError "
-        "OverloadedError PublisherSupersededError RegistryConflictError RegistryError RegistryRecordError "
-        "RegistryUnavailableError ShardrankError "
+        "OverloadedError PublisherSupersededError RegistryConflictError RegistryError RegistryForeignError "
+        "RegistryRecordError RegistryUnavailableError ShardrankError "
         "SnapshotCorruptError SnapshotError SnapshotExistsError SnapshotNotFoundError SnapshotResourceError StoreError "
         "StreamFullError StreamSequenceError UnavailableError"
     ),

@@ -162,6 +162,10 @@ class RegistryUnavailableError(RegistryError, http_status=503, grpc_status="UNAV
     """The registry does not answer. A write that failed like this may have taken place."""
 
 
+class RegistryForeignError(RegistryUnavailableError, kind="registry_foreign"):
+    """The registry has another id than the one that was used before. Nothing of it is used, or written to it."""
+
+
 class RegistryConflictError(RegistryError, http_status=409, grpc_status="ABORTED", kind="registry_conflict"):
     """The key was written since it was read."""
 

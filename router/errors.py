@@ -20,7 +20,8 @@ class UnfitReplicaError(ShardrankError, http_status=503, grpc_status="UNAVAILABL
     """A replica that has not what a lookup needs.
 
     `plan_mismatch`: it holds another shard, was loaded by another plan, or from another snapshot of that version.
-    `replica_lags`: its rows are older than the dense weights need that they are ranked with.
+    `replica_lags`: its rows are older than the dense weights need that they are ranked with, or forked.
+    `rows_stale`: they are older than the lookup's bound.
     """
 
 

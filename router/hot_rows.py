@@ -8,6 +8,7 @@ filled, and what was counted. `router.hot_keeper` decides which rows there are, 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from shard_node.answer import Answer, ReplyEncoding
 from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS
 from shard_node.engine.arena import Arena, Placement, TablePlace, allocate_rows
+from shard_node.engine.base import write_pieces
 from shard_node.engine.cpu import CpuEngine
 from shard_node.node import DeltaPosition
 from shard_node.split import Part
@@ -240,16 +242,16 @@ class HotRows:
         return counts[0], counts[1]
 
     @contextmanager
-    def used(self) -> Iterator[tuple[HotSet, int]]:
-        """Yield the set for one batch of lookups, and a delta that all of its rows have; it stays while the block runs.
+    def used(self) -> Iterator[tuple[HotSet, int, int]]:
+        """Yield the set for one batch of lookups, the delta of its rows and their age; it stays while the block runs.
 
-        Both are of one moment: of deltas that are applied after another set is in use, this one never hears.
+        All are of one moment: of deltas that are applied after another set is in use, this one never hears.
         """
         with self._lock:
-            hot, sequence = self.current, self.deltas.sequence
+            hot, progress = self.current, self.deltas.now
             hot.users += 1
         try:
-            yield hot, sequence
+            yield hot, progress.sequence, progress.age_ms(time.time())
         finally:
             with self._lock:
                 hot.users -= 1
@@ -269,11 +271,14 @@ class HotRows:
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: StoredRows) -> int:
         """As `Engine.write_rows`, to the rows in use and to those that are being filled in."""
-        of_tables = self.layout.rows_by_table(table, rows, stored)
-        with self._writing:
-            if self._pending is not self.current:
-                self._pending.write_rows(rows, of_tables)
-            return self.current.write_rows(rows, of_tables)
+        written = 0
+        for piece in write_pieces(stored):
+            of_tables = self.layout.rows_by_table(table, rows[piece], stored[piece])
+            with self._writing:
+                if self._pending is not self.current:
+                    self._pending.write_rows(rows[piece], of_tables)
+                written += self.current.write_rows(rows[piece], of_tables)
+        return written
 
     def begin(self, pending: HotSet) -> None:
         """Have a set, which is going to be filled, get row updates from now on. The set in use ends what was begun."""

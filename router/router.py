@@ -7,8 +7,8 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
 from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, ReplyEncoding, add_answers
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound, oldest
 from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, split, whole
 
@@ -86,6 +87,7 @@ class Embeddings:
         rejected: ids that have no row, under `unknown_id: reject`; what is here for their bags must not be used.
         times: where the time went.
         sequence: every row is of this delta or a later one.
+        age_ms: of the oldest rows, as `shard_node.freshness` has it.
     """
 
     schema: FeatureSchema
@@ -98,6 +100,7 @@ class Embeddings:
     rejected: RejectedIds
     times: LookupTimes = field(default_factory=LookupTimes)
     sequence: int = UNKNOWN_SEQUENCE
+    age_ms: int = UNKNOWN_AGE_MS
 
     def feature(self, index: int, projections: Mapping[str, Float32Array] | None = None) -> Float32Array:
         """Return one feature by its flat index, float32 [bags, embedding_dim]: a view, or made of slices and parts.
@@ -237,10 +240,11 @@ class Router:
         """Whether a lookup may have to wait for a shard that is not in this process."""
         return self._all_rows is None
 
-    def local_sequence(self, model: str, version: int) -> int:
-        """Tell the last delta that is applied to rows that are all in this process."""
+    def local_freshness(self, model: str, version: int) -> tuple[int, int]:
+        """Return the last delta that is applied to rows that are all in this process, and their age in milliseconds."""
         assert self._all_rows is not None
-        return self._all_rows.node.generations.payload(model, version).deltas.sequence
+        progress = self._all_rows.node.generations.payload(model, version).deltas.now
+        return progress.sequence, progress.age_ms(time.time())
 
     def map(self, bags: KeyedBags) -> MappedBags:
         """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
@@ -260,7 +264,7 @@ class Router:
         """Map, split, fan out and add.
 
         Keys of `bags` are flat feature indices, values raw ids. Every shard must answer with this version; `deadline`
-        and `forms` are as of `Shard.pool`.
+        and `forms` are as of `Shard.pool`. Where no rows are within `forms.bound`, the newest ones are returned.
 
         Raises:
             ShardrankError: if a shard can't answer.
@@ -272,12 +276,13 @@ class Router:
         mapped_at = self._clock()
         times.map_s = mapped_at - started_at
         if self._all_rows is not None:
-            blocks, sequence = self._all_rows.node.pool_with_sequence(model, version, by_table)
+            answer = self._all_rows.node.answer(model, version, by_table)
             started_at = self._clock()
             times.shard_wait_s = started_at - mapped_at
         else:
-            blocks, sequence = await self._pool(model, version, by_table, deadline, forms, times)
+            answer = await self._pool(model, version, by_table, deadline, forms, times)
             started_at = self._clock()
+        blocks = cast("list[Float32Array]", answer.sums)
         starts, first_in_group = by_lookup.bag_starts(), self._first_in_group
         if by_lookup.keys.size < self._lookups.feature.size:
             first_key = np.searchsorted(by_lookup.keys, self._lookups.group_starts)
@@ -294,7 +299,8 @@ class Router:
             bags=mapped.bags,
             rejected=mapped.rejected,
             times=times,
-            sequence=sequence,
+            sequence=answer.sequence,
+            age_ms=answer.age_ms,
         )
         times.add_s += self._clock() - started_at
         return embeddings
@@ -306,12 +312,15 @@ class Router:
 
     async def _pool(
         self, model: str, version: int, bags: CheckedBags, deadline: float, forms: ReplyEncoding, times: LookupTimes
-    ) -> tuple[list[Float32Array], int]:
-        """Return the blocks, and a delta that all rows have."""
+    ) -> Answer:
+        """Return the blocks, with a delta that all rows have and the age of the oldest."""
         num_shards, down = len(self._shards), dict[int, ShardrankError]()
         with nullcontext() if self._hot is None else self._hot.used() as used:
             started_at = self._clock()
-            lookup = None if used is None else used[0].find(bags)
+            hot, sequence, age_ms = used or (None, 0, 0)
+            # Copies that are too old are no use: nodes may have newer rows.
+            is_new = (forms.bound or FreshnessBound()).allows(sequence, age_ms)
+            lookup = hot.find(bags) if hot is not None and is_new else None
             while True:
                 parts = self._parts(bags, lookup)
                 sent_at = self._clock()
@@ -328,7 +337,8 @@ class Router:
                         calls.append(self._shards[part.owner].pool(model, version, part.bags, deadline, forms))
                     local: list[Answer] = []
                     if hits is not None and lookup is not None:
-                        local.append(lookup.hot.answer(hits, lookup.at.take(hits.positions), forms))
+                        copies = lookup.hot.answer(hits, lookup.at.take(hits.positions), forms)
+                        local.append(replace(copies, sequence=sequence, age_ms=age_ms))
                     replies = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
                 except UnavailableError as error:
                     failed = [call.done() and not call.cancelled() and call.exception() is error for call in calls]
@@ -351,11 +361,10 @@ class Router:
                 times.count(answer)
             blocks = add_answers(self.plan.layout, bags, parts, answers)
             times.add_s += self._clock() - answered_at
-            sequences = [answer.sequence for answer in replies]
-            if self._hot is not None and used is not None and lookup is not None:
+            if self._hot is not None and lookup is not None:
                 self._hot.looked_up(bags, lookup, hits)
-                sequences += [] if hits is None else [used[1]]
-            return blocks, min(sequences, default=NEWEST_SEQUENCE)
+            sequence = min([answer.sequence for answer in answers], default=NEWEST_SEQUENCE)
+            return Answer(blocks, sequence=sequence, age_ms=oldest([answer.age_ms for answer in answers]))
 
     def _parts(self, bags: KeyedBags, hot_lookup: HotLookup | None) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first, and last what is hot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from router.shard_client import Reply, ShardClient, ShardConnection, within
 from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.errors import CardError, GenerationNotFoundError, NodeUnavailableError, RemoteError
+from shard_node.freshness import FORKED_AGE_MS, FreshnessBound
 from shard_node.node import NodeInfo
 from shard_node.tracing import TRACED_LOOKUP, SpanContext, TracedLookup, error_text
 from shard_node.wire.address import Address
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 INFO_TIMEOUT_S = 1.0
+STALE_S = 1.0  # for so long a replica whose rows were too old for a bound comes after the others, for such lookups
 # After these a replica will not have what is needed in a moment either.
 _UNFIT = (GenerationNotFoundError, UnfitReplicaError, CardError)
 # A lookup changes nothing, so after any of these it may be sent to another replica.
@@ -60,12 +63,18 @@ class ReplicaSource:
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """A node; its client is closed when it has left and its calls have ended."""
+    """A node; its client is closed when it has left and its calls have ended. Old rows are of a delta and an age."""
 
     client: ShardClient
     health: ReplicaHealth
     calls: int = 0
     has_left: bool = False
+    old_rows: tuple[int, int] = (0, 0)
+    old_until: float = 0.0
+
+    def lacks(self, bound: FreshnessBound, now: float) -> bool:
+        """Return whether its rows were too old for a bound a moment ago."""
+        return self.old_until > now and not bound.allows(*self.old_rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,8 +124,8 @@ class ReplicatedShard:
         clock: monotonic seconds; deadlines are on it.
 
     Attributes:
-        min_sequence: the delta that rows must have, or a later one. A replica that lags behind it counts as failed; if
-            all lag, the newest of their answers is returned.
+        min_sequence: the delta that rows must have, or a later one. A replica that lags behind it, or is forked, counts
+            as failed, and one beyond a lookup's bound is no answer to that; if all are, the newest answer is returned.
     """
 
     def __init__(
@@ -159,7 +168,7 @@ class ReplicatedShard:
         """
         self._follow()
         self._budget.earn()
-        return self._start(_Lookup(model, version, bags, deadline, forms, self._ordered()))
+        return self._start(_Lookup(model, version, bags, deadline, forms, self._ordered(forms.bound)))
 
     async def pool_at(
         self, model: str, version: int, bags: KeyedBags, deadline: float, sequence: int
@@ -178,7 +187,8 @@ class ReplicatedShard:
                     connection = await replica.client.ready()
                     answer = await self._start(_Lookup(model, version, bags, deadline, EXACT, [replica]))
                     served = (await connection.info()).served(model, version)
-                if answer.sequence >= sequence and replica.client.connection is connection:
+                is_new = answer.sequence >= sequence and answer.age_ms < FORKED_AGE_MS
+                if is_new and replica.client.connection is connection:
                     return answer, served.delta_sequence
                 failures.append(f"{address} has applied delta {answer.sequence}, needed is {sequence}")
             except (*_RETRIABLE, UnavailableError) as error:
@@ -246,17 +256,18 @@ class ReplicatedShard:
                 replica.client.check = partial(self._check, replica)
                 replica.client.connect()
 
-    def _ordered(self) -> list[_Replica]:
+    def _ordered(self, bound: FreshnessBound | None = None) -> list[_Replica]:
         """Return the replicas in the order in which they are tried."""
-        replicas = self._replicas
+        replicas, now = self._replicas, 0.0 if bound is None else self._clock()
         if len(replicas) < 2:
             return replicas.copy()
 
-        def rank(replica: _Replica) -> tuple[bool, bool, bool, int]:
+        def rank(replica: _Replica) -> tuple[bool, bool, float, bool, int]:
             health = replica.health
             comes_last = health.reason is not None and self._outliers.comes_last(health, replica.calls)
             is_new = replica.client.connection is None
-            return is_new and not replica.client.is_available, comes_last, is_new, replica.calls
+            lag = -replica.old_rows[0] if bound is not None and replica.lacks(bound, now) else -math.inf
+            return is_new and not replica.client.is_available, comes_last, lag, is_new, replica.calls
 
         # Rotating the start spreads lookups over replicas that are equally busy.
         start = next(self._round) % len(replicas)
@@ -319,12 +330,14 @@ class ReplicatedShard:
             answer.check(self._layout, lookup.bags)
             now = self._clock()
             self._outliers.answered(attempt.replica.health, now - attempt.started_at)
-            if answer.sequence < self.min_sequence:
+            sequence, age_ms, bound = answer.sequence, answer.age_ms, lookup.forms.bound
+            lags = sequence < self.min_sequence or age_ms >= FORKED_AGE_MS
+            if lags or (bound is not None and not bound.allows(sequence, age_ms)):
                 lookup.lagging.append(answer)
-                address, applied = attempt.replica.client.address, answer.sequence
-                raise UnfitReplicaError(
-                    f"{address} has applied delta {applied}, needed is {self.min_sequence}", kind="replica_lags"
-                )
+                attempt.replica.old_rows, attempt.replica.old_until = (sequence, age_ms), now + STALE_S
+                needed = f"needed are delta {self.min_sequence} and {bound}"
+                problem = f"{attempt.replica.client.address} has applied delta {sequence}, {age_ms} ms old; {needed}"
+                raise UnfitReplicaError(problem, kind="replica_lags" if lags else "rows_stale")
         except Exception as error:
             self._fail(lookup, attempt, error)
             return
@@ -345,7 +358,13 @@ class ReplicatedShard:
         if connection is not None and isinstance(error, GenerationNotFoundError):
             # What comes back under this number may be another snapshot.
             connection.leave("the node has to report again what it serves")
-        if isinstance(error, _UNFIT):
+        if (bound := lookup.forms.bound) is not None and error.kind == "rows_stale":
+            # A client's bound ejects no replica, and spends no budget on others whose rows are no newer.
+            newest, now = attempt.replica.old_rows[0], self._clock()
+            lookup.untried = [
+                each for each in lookup.untried if not each.lacks(bound, now) or each.old_rows[0] > newest
+            ]
+        elif isinstance(error, _UNFIT):
             self._outliers.unfit(health)
         elif connection is not None and not isinstance(error, OverloadedError):
             # Ejecting an overloaded replica would give its load to the others; a deadline may have been too short.
@@ -357,7 +376,8 @@ class ReplicatedShard:
         if lookup.in_flight or lookup.answer.done():
             return
         if lookup.lagging:
-            lookup.answer.set_result(max(lookup.lagging, key=lambda answer: answer.sequence))
+            answers = [answer for answer in lookup.lagging if answer.age_ms < FORKED_AGE_MS] or lookup.lagging
+            lookup.answer.set_result(max(answers, key=lambda answer: (answer.sequence, -answer.age_ms)))
         elif isinstance(error, DeadlineExceededError):
             lookup.answer.set_exception(error)
         else:

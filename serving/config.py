@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 from pydantic import FilePath, ValidationInfo, model_validator
 
 from serving.observe.logs import LogFormat, LogLevel
-from serving.settings import Limits, Policy, Settings, Shard, Staleness, Store, setting
+from serving.settings import Limits, Policy, Settings, Shard, Staleness, Store, WhenStales, setting
 
 if TYPE_CHECKING:
     from loader.stores.cache import StorePlace
@@ -101,7 +101,8 @@ class MemberSettings(StoreSettings):
         given = self.given(info)
         static = given & {"version", "snapshot", "shards"}
         if not self.in_fleet:
-            of_fleet = {"advertise", "node_id", "max_memory_gb", "stage_cpu_share", "local", "max_staleness"}
+            of_fleet = {"advertise", "node_id", "max_memory_gb", "stage_cpu_share"}
+            of_fleet |= {"local", "max_staleness", "when_stale"}
             if wrong := given & of_fleet:
                 raise ValueError(f"{self.labels(wrong)}: only with --registry.")
             if len(self.models) > 1:
@@ -269,6 +270,9 @@ class FrontSettings(TlsSettings, LogSettings, TraceSettings):
     included, in 10^9 bytes. 0: none."""
     hot_rows: Literal["learning", "static"] = setting("learning", file_only=True)
     """What is held: learning, the rows looked up most recently; static, those of the snapshot's access counts."""
+    dense_step_wait_s: float = setting(30.0, "S", ge=0, le=86400)
+    """After how long the snapshot's own dense weights answer where rows lack the row updates that a dense step needs;
+    until then such requests fail with 503. docs/deltas.md."""
     trust_exported: bool = False
     """Run exported programs (dense.pt2). They are code and can do whatever this process can: only for a store to which
     nobody writes whom you do not trust. Without, a version that has one is refused."""
@@ -300,6 +304,9 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
     """With --registry: load the rows into this process, swap them and apply row updates here."""
     max_staleness: Staleness = setting({}, "MODEL=SECONDS")
     """With --registry: how far a model's rows may be behind its row updates before /readyz calls it degraded."""
+    when_stale: WhenStales = setting({}, "MODEL=ACTION")
+    """What becomes of requests for rows older than --max-staleness: answer (the default); other-replica, others are
+    asked and the newest rows answer; refuse, likewise, and if all are too old the request fails (rows_stale)."""
     shutdown_delay_s: float = setting(0.5, "S", ge=0, le=600)
     """After SIGTERM, how long requests are still taken while /readyz says that the process is not ready."""
     probe_port: int | None = setting(None, file_only=True, ge=0, le=65535)
@@ -330,6 +337,11 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
             if self.models and model not in self.models:
                 allowed = list(self.models)
                 raise ValueError(f"--max-staleness {model}={limit_s:g}: {model} is not among the --model: {allowed}.")
+        for model in sorted(self.when_stale.keys() - self.max_staleness.keys()):
+            allowed = sorted(self.max_staleness)
+            raise ValueError(
+                f"--when-stale {model}={self.when_stale[model]}: --max-staleness is only given for {allowed}."
+            )
         return self
 
 

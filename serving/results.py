@@ -38,6 +38,7 @@ class RankResult:
         dense_step: of the dense model's weights that gave every score; 0 for those of the version itself.
         outputs: float32 [N] for each output that the model names; none of a built-in model.
         delta_sequence: every row was of this delta or a later one; -1 where that is not known.
+        age_ms: since the last moment whose row updates are all in the rows; -1 where that is not known.
     """
 
     model: str
@@ -48,6 +49,7 @@ class RankResult:
     dense_step: int = 0
     outputs: Mapping[str, Float32Array] = field(default_factory=dict)
     delta_sequence: int = -1
+    age_ms: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,3 +60,5 @@ class LookupResult:
     version: int
     embeddings: dict[str, Float32Array | Ragged]
     request_id: str = ""
+    delta_sequence: int = -1
+    age_ms: int = -1

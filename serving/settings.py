@@ -111,6 +111,8 @@ ByName: TypeAlias = Annotated[dict[str, Any], BeforeValidator(assignments)]
 Limits: TypeAlias = Annotated[ByName, _checked_by("serving.limits", "RequestLimits")]
 Policy: TypeAlias = Annotated[ByName, _checked_by("router.outliers", "ReplicaPolicy")]
 Staleness: TypeAlias = Annotated[dict[str, float], BeforeValidator(assignments)]
+WhenStale: TypeAlias = Literal["answer", "other-replica", "refuse"]
+WhenStales: TypeAlias = Annotated[dict[str, WhenStale], BeforeValidator(assignments)]
 Shard: TypeAlias = Annotated[
     tuple[int, int],
     BeforeValidator(_shard_number),

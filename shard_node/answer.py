@@ -19,6 +19,7 @@ import torch
 from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
 from shard_node.engine.kernels import as_tensor, pool_rows
 from shard_node.errors import RemoteError
+from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound
 from shard_node.split import Part, Sums, add
 
 StoredRows: TypeAlias = npt.NDArray[np.uint8]
@@ -34,10 +35,11 @@ NEWEST_SEQUENCE = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class ReplyEncoding:
-    """The forms that an answer may have beside float32 sums: rows as they are stored, and sums rounded to float16."""
+    """What is accepted: rows as they are stored and float16 sums beside float32 ones; rows within `bound`, if any."""
 
     stored: bool = False
     float16: bool = False
+    bound: FreshnessBound | None = None
 
 
 FLOAT32_SUMS = ReplyEncoding()
@@ -53,13 +55,15 @@ class Answer:
 
     `sums` are float32 or float16 [bags, embedding_dim], `stored` uint8 [values, row_bytes] the rows of tables that
     travel as stored, None if all are among `sums`. `asked_bytes` is the length of the frame that it answers, 0 if it
-    came through no socket; `sequence` the last delta that the owner had applied before it read its rows.
+    came through no socket; `sequence` the last delta that the owner had applied before it read its rows, `age_ms` their
+    age (`shard_node.freshness`).
     """
 
     sums: Sequence[Sums]
     stored: Sequence[StoredRows] | None = None
     asked_bytes: int = 0
     sequence: int = UNKNOWN_SEQUENCE
+    age_ms: int = UNKNOWN_AGE_MS
 
     def bytes_by_form(self) -> tuple[int, int, int]:
         """Bytes in each of `WIRE_FORMS`: of stored rows, of float16 and of float32 sums."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from loader.snapshot.store import HeldSnapshot
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding, rounded
@@ -15,6 +17,7 @@ from shard_node.buckets import Message, NodeIdentity, Partition
 from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
 from shard_node.errors import GenerationNotFoundError
+from shard_node.freshness import FORKED_AGE_MS, UNKNOWN_AGE_MS
 from shard_node.generation import Generation, Generations
 from shard_node.tracing import SpanSink
 
@@ -33,7 +36,6 @@ class ServedVersion(Message):
     delta_base: int = 0
     last_delta: int = 0
     delta_sequence: int = 0
-    delta_published_at: float | None = None
     delta_fresh_at: float | None = None
     delta_lag: int = 0
     delta_forks: int = 0
@@ -133,12 +135,11 @@ class DeltaProgress:
         """Deltas of the stream that are not applied yet, as last seen."""
         return max(0, self.stream_last - self.sequence)
 
-    def staleness_s(self, now: float) -> float | None:
-        """Return how old the newest change may be that is missing here; None before the first read of the stream.
-
-        It grows while the registry can't be reached, since then nobody knows what is missing.
-        """
-        return None if self.fresh_at is None else max(0.0, now - self.fresh_at)
+    def age_ms(self, now: float) -> int:
+        """Return the age of the rows; it grows while the registry can't be reached, since anything may be missing."""
+        if self.forked:
+            return FORKED_AGE_MS
+        return UNKNOWN_AGE_MS if self.fresh_at is None else max(0, math.ceil(1000.0 * (now - self.fresh_at)))
 
 
 class DeltaPosition:
@@ -235,31 +236,21 @@ class ShardNode:
 
     def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
         """Pools on one version, under a lease. Returns and raises as `Engine.pool`, and GenerationNotFoundError."""
-        return self.pool_with_sequence(model, version, bags)[0]
+        return cast("list[Float32Array]", self.answer(model, version, bags).sums)
 
-    def pool_with_sequence(self, model: str, version: int, bags: KeyedBags) -> tuple[list[Float32Array], int]:
-        """Pools as `pool`, and tells the last delta that those rows had before they were looked at."""
+    def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding = FLOAT32_SUMS) -> Answer:
+        """Pools as `pool`, in the forms that the caller accepts."""
         # One lease for both: under the same number rows may be staged anew, and then they begin with an earlier delta.
         lease = self.generations.lease(model, version)
         try:
             tables = lease.generation.payload
-            sequence = tables.deltas.now.sequence
-            return tables.engine.pool(bags), sequence
-        finally:
-            lease.release()
-
-    def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> Answer:
-        """Pools as `pool`, in the forms that whoever asks takes."""
-        lease = self.generations.lease(model, version)
-        try:
-            tables = lease.generation.payload
             # Before the rows: they may be newer than it says, and never older.
-            sequence = tables.deltas.sequence
+            progress = tables.deltas.now
             answer = tables.engine.answer(bags) if forms.stored else Answer(tables.engine.pool(bags))
         finally:
             lease.release()
         sums = [rounded(one) for one in answer.sums] if forms.float16 else answer.sums
-        return Answer(sums, answer.stored, sequence=sequence)
+        return Answer(sums, answer.stored, 0, progress.sequence, progress.age_ms(time.time()))
 
     def info(
         self, cards_of: Callable[[Generation[LoadedTables]], CardsUse | None] = lambda one: one.payload.engine.cards()
@@ -282,7 +273,6 @@ class ShardNode:
                     delta_base=deltas.delta_base,
                     last_delta=deltas.last_delta,
                     delta_sequence=deltas.sequence,
-                    delta_published_at=deltas.published_at,
                     delta_fresh_at=deltas.fresh_at,
                     delta_lag=deltas.lag,
                     delta_forks=self.forks[one.model, one.version],
@@ -321,7 +311,7 @@ class Shard(Protocol):
 
         Keys of `bags` are tables in layout order, values are rows; `deadline` is on the monotonic clock, in seconds;
         `forms` are what the answer may have in addition to float32 sums; it need not have it. The answer fits the
-        bags. Raises ShardrankError, now or by the future.
+        bags, and is within `forms.bound` if that of some replica is. Raises ShardrankError, now or by the future.
         """
         ...
 
@@ -345,9 +335,8 @@ class LocalShard:
     ) -> asyncio.Future[Answer]:
         """Pool in the calling thread, into float32 sums: the deadline does not matter."""
         del deadline, forms
-        sums, sequence = self.node.pool_with_sequence(model, version, bags)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        answer.set_result(Answer(sums, sequence=sequence))
+        answer.set_result(self.node.answer(model, version, bags))
         return answer
 
     async def infos(self) -> list[tuple[str, NodeInfo]]:

@@ -395,6 +395,7 @@ class AsyncDeltaPublisher:
 
         No number is given twice that a node, a version or this publisher knows.
         """
+        await self._fleet.check_identity()
         registry, is_new = self._fleet.registry, self._spec is None
         known = max(self._sequence, await stream_end(self._fleet, self._model, self._delta_base))
         # Read after what nodes report, so that what others append meanwhile is in it.
@@ -430,6 +431,7 @@ class AsyncDeltaPublisher:
         """Find the end anew if it is not where it was. Raises DeltaLostError, once, if deltas are lost."""
 
         async def check() -> None:
+            await self._fleet.check_identity()
             there = await self._fleet.registry.read(self._stream, self._tail.sequence - 1, 2)
             if there != [self._last][: self._last is not None]:
                 await self._find_end()

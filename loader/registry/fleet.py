@@ -6,22 +6,27 @@ All records are JSON. Processes of different releases share a registry during an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from loader.errors import RegistryConflictError, RegistryRecordError
+from loader.errors import RegistryConflictError, RegistryForeignError, RegistryRecordError
 from loader.registry.registry import Registry
 from loader.snapshot.tables import Name, quoted_errors
 
+IDENTITY = "identity"
+"""A random id that is written once, before what is first wanted."""
 FLEET = "fleet"
 VERSIONS = "versions/"
 WANTED = "wanted/"
 ROLLOUTS = "rollouts/"
 NODES = "nodes/"
+STRANGERS = "strangers/"
+"""Announcements of processes that know another registry, by node id: what is wrong."""
 COORDINATOR_LOCK = "locks/coordinator"
 SPECS = "specs/"
 """The JSON of a version's `ModelSpec`, for readers without a store."""
@@ -335,6 +340,10 @@ class FleetRegistry:
     def __init__(self, registry: Registry) -> None:
         """Read and write through `registry`, which stays the caller's to close."""
         self.registry = registry
+        self._identity: bytes | None = None
+        self._rolled_out = "was used before"
+        self.foreign = ""
+        """What is wrong if this is not the registry that was used before, as far as known."""
         # By key: announcements are read far more often than they change. None for one that can't be read.
         self._nodes: dict[str, tuple[bytes, NodeRecord | None]] = {}
 
@@ -342,6 +351,25 @@ class FleetRegistry:
     def name(self) -> str:
         """The registry's, for logs."""
         return self.registry.name
+
+    async def check_identity(self, known: Iterable[WantedModel] = (), *, create: bool = False) -> None:
+        """Raise RegistryForeignError, which names what is `known`, unless this is the registry that was used before.
+
+        Check after reading what is to be used, and before writing. A registry that lost its id is given it back; with
+        `create`, one that never had an id gets one. Before anything is wanted there is none: whatever process comes
+        first into a registry that was emptied must leave it to those that remember more.
+        """
+        entry = await self.registry.get(IDENTITY)
+        there = None if entry is None else entry.value
+        if there is None and (create or self._identity is not None):
+            there = await self._put_once(IDENTITY, self._identity or secrets.token_hex(16).encode())
+        versions = ", ".join(f"version {wanted.live} of {wanted.model}" for wanted in known if wanted.live)
+        self._rolled_out = f"{versions} was rolled out with" if versions else self._rolled_out
+        if self._identity not in (None, there):
+            remedy = "restore it, or restart the processes to adopt it"
+            self.foreign = f"this registry is not the one that {self._rolled_out}: {remedy}"
+            raise RegistryForeignError(self.foreign)
+        self._identity, self.foreign = there, ""
 
     async def wanted(self) -> dict[str, WantedModel]:
         """Return what is wanted, by model."""
@@ -353,6 +381,7 @@ class FleetRegistry:
 
     async def put_wanted(self, record: WantedModel, expected_epoch: int | None) -> None:
         """Write what is wanted over a record of that epoch, None for no record. Raises RegistryConflictError."""
+        await self.check_identity(create=True)
         key = wanted_key(record.model)
         entry = await self.registry.get(key)
         epoch = parse_record(key, entry.value, WantedModel).epoch if entry is not None else None
@@ -379,6 +408,7 @@ class FleetRegistry:
                 raise RegistryRecordError(f"{key}: model {changed.model!r} in the record of {model!r}")
             return changed.model_copy(update={"epoch": 1 if now is None else now.epoch + 1}).encode()
 
+        await self.check_identity(create=True)
         _, there = await self._change(key, following)
         return None if there is None else parse_record(key, there, WantedModel)
 
@@ -452,12 +482,19 @@ class FleetRegistry:
         return [record for _, record in nodes.values() if record is not None]
 
     async def announce_node(self, record: NodeRecord, ttl_s: float) -> None:
-        """Announce what a node is and has, for `ttl_s` from now on."""
-        await self.registry.announce(f"{NODES}{record.node_id}", record.encode(), ttl_s)
+        """Announce what a node is and has, for `ttl_s` from now on; in a `foreign` registry, only that it is one."""
+        # Another fleet's routers must not ask this process, nor its node of the same id be overwritten.
+        area, value = (STRANGERS, self.foreign.encode()) if self.foreign else (NODES, record.encode())
+        await self.registry.announce(f"{area}{record.node_id}", value, ttl_s)
 
     async def withdraw_node(self, node_id: str) -> None:
         """End a node's announcement now."""
-        await self.registry.withdraw(f"{NODES}{node_id}")
+        await self.registry.withdraw(f"{STRANGERS if self.foreign else NODES}{node_id}")
+
+    async def strangers(self) -> dict[str, str]:
+        """Return what is wrong for processes that know another registry, by node id."""
+        announced = await self.registry.announced(STRANGERS)
+        return {key.removeprefix(STRANGERS): problem.decode() for key, problem in announced.items()}
 
     async def fleet(self) -> FleetRecord | None:
         """Read how the fleet divides rows; None before its first shard node."""
@@ -468,7 +505,8 @@ class FleetRegistry:
         return parse_record(FLEET, await self._put_once(FLEET, record.encode()), FleetRecord)
 
     async def restore_raw(self, key: str, value: bytes, epoch: int) -> bool:
-        """Restore a JSON record with an `epoch`, as `restore_wanted`."""
+        """Restore a JSON record with an `epoch`, as `restore_wanted`. Raises RegistryForeignError."""
+        await self.check_identity()
         written, _ = await self._change(
             key, lambda there: None if there is not None and epoch_of(key, there) >= epoch else value
         )

@@ -219,6 +219,7 @@ class Coordinator:
     async def tick(self) -> bool:
         """Read everything once, and make one move of each rollout that can be moved. Return whether one was."""
         try:
+            await self._fleet.check_identity(self._wanted.values())
             if not await self._lead():
                 return False
             view = self._nodes.observe(await self._fleet.nodes(), await self._fleet.fleet(), self._clock())

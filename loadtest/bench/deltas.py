@@ -211,7 +211,7 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, forked_rows: int, rows
                 first, started_at = followed.deltas.snapshot().rows, time.perf_counter()
                 values = without_deltas(number)
                 progress, took_s = followed.deltas.snapshot(), time.perf_counter() - started_at
-                staleness_s = progress.staleness_s(time.time()) or 0.0
+                staleness_s = progress.age_ms(time.time()) / 1000
             if progress.refused:
                 raise LoadError(f"{progress.refused} deltas were refused")
             stopped_at = time.time()

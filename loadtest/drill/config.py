@@ -114,7 +114,7 @@ class OracleShape(Settings):
     """The rows of the oracle's int8 table (items), its float32 table (users) and its small float16 table (tags)."""
 
     model: str = "oracle"
-    items: int = Field(100_000, ge=1, description="Rows of the largest table.")
+    items: int = Field(100_000, ge=16, description="Rows of the largest table.")
     users: int = 30_000
     tags: int = 1_000
     embedding_dim: int = 16
@@ -199,7 +199,7 @@ class BrokenDrillConfig(FleetDrillConfig):
       shardrank drill broken --truncations 20 --bit-flips 100 --seed 7
     """
 
-    items: int = Field(4000, ge=1, description="Rows of the largest table.")
+    items: int = Field(4000, ge=16, description="Rows of the largest table.")
     users: int = 2000
     tags: int = 200
     rate: Rate = 20.0

@@ -53,6 +53,8 @@ SCORE_TOLERANCE = 1e-5
 GOLDEN_TOLERANCE = 1e-4
 NUM_GOLDEN = 16
 MAX_HOTNESS = 8
+FREE_ROWS = 8
+"""The last of each table are in no question."""
 MAX_CANDIDATES = 16
 MAX_LOOKUP_BAGS = 4
 
@@ -177,7 +179,7 @@ def make_questions(spec: ModelSpec, num_each: int, seed: int = 0) -> dict[Method
     def draw(sizes: Mapping[str, int]) -> Bags:
         bags: Bags = {}
         for name, size in sizes.items():
-            rows = tables[FEATURES[name][0]].num_embeddings
+            rows = tables[FEATURES[name][0]].num_embeddings - FREE_ROWS
             lengths = rng.integers(1, 1 + MAX_HOTNESS, size).tolist()
             bags[name] = [rng.integers(0, rows, length).tolist() for length in lengths]
         return bags

@@ -20,19 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import Progress
-from loadtest.drill.config import (
-    Judged,
-    Limit,
-    Report,
-    RollingDrillConfig,
-    SoakDrillConfig,
-    UpdatingDrillConfig,
-    answer_limits,
-)
+from loadtest.drill.config import Judged, Limit, Report, RollingDrillConfig, SoakDrillConfig, answer_limits
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, TimeSpan, count_kinds, oracle_fleet, read_processes
-from loadtest.drill.oracle import TIMEOUT_MS, OracleRequests, version_rows
+from loadtest.drill.oracle import TIMEOUT_MS, OracleRequests
+from loadtest.drill.trainer import running_trainer
 from loadtest.load.result import Float64Array, Rows
 from loadtest.load.senders import Outgoing
 
@@ -42,7 +34,6 @@ BLOCKS = 30
 MIN_BLOCKS = 5
 # Of the normal distribution: the interval has the true slope in 95 of 100 cases.
 Z_95 = 1.96
-UPDATED_ROWS = 64
 SAMPLE_S = 1.0
 # After a rollout, for the old version's memory to be freed.
 QUIET_S = 5.0
@@ -87,11 +78,10 @@ class SoakCourse:
 async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises LoadError if a rollout or a process fails."""
     course, total_s = SoakCourse(), 60 * config.minutes
-    async with oracle_fleet(config, folder, progress) as fleet:
+    async with oracle_fleet(config, folder, progress) as fleet, running_trainer(fleet, config, course.counts, {}):
         ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
         tasks = (
             run_rollouts(config, fleet, course, ends),
-            update_rows(config, fleet, course),
             _call_as_strangers(config, fleet, course),
         )
         running = [fleet.load.tasks.create_task(task) for task in tasks]
@@ -118,19 +108,6 @@ async def run_rollouts(config: RollingDrillConfig, fleet: OracleFleet, course: S
         await fleet.swap_to(live)
         course.excluded.append(TimeSpan(begin, time.monotonic() + QUIET_S))
         course.counts["rollouts"] += 1
-
-
-async def update_rows(config: UpdatingDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
-    """Publish rows of the live version again, as they are, so that its answers stay what they must be."""
-    rng, publishers = np.random.default_rng(config.seed), dict[int, AsyncDeltaPublisher]()
-    for table in itertools.cycle(fleet.spec.tables):
-        await asyncio.sleep(1.0 / config.updates)
-        live = await fleet.live_version()
-        if live not in publishers:
-            publishers = {live: AsyncDeltaPublisher(fleet.registry.registry, fleet.spec.model, live)}
-        rows = rng.integers(0, table.num_embeddings, UPDATED_ROWS)
-        await publishers[live].publish(table.name, rows, version_rows(table, live, rows))
-        course.counts["updates"] += 1
 
 
 async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:

@@ -2,31 +2,31 @@
 
 The next one is restarted as soon as the one before is ready, which shard nodes say at /readyz of their admin port. In
 an upgrade the processes before are those of another checkout of this repository; shard nodes or serving processes go
-first, so that both pairs of releases meet.
+first, so that both pairs of releases meet; the publisher of row updates comes last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import math
 import re
 import time
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
-from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.deltas.chain import is_commit
 from loader.progress import Progress
+from loader.registry.fleet import delta_stream
 from loadtest.drill.config import Judged, Limit, Order, Report, RestartDrillConfig, UpgradeDrillConfig, answer_limits
 from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, OracleFleet, count_kinds, oracle_fleet, polled
-from loadtest.drill.oracle import QUESTIONS_EACH, make_questions, version_rows
-from loadtest.drill.soak import SoakCourse, run_rollouts, update_rows
+from loadtest.drill.soak import SoakCourse, run_rollouts
+from loadtest.drill.trainer import Trainer, running_trainer
 from loadtest.errors import LoadError
 from loadtest.load.result import Rows
 from loadtest.servers import THIS_CHECKOUT, checked_checkout, commit_of
@@ -56,11 +56,13 @@ async def run_drill(config: RestartDrillConfig | UpgradeDrillConfig, folder: Pat
         # Without the second variable Python would look in the working directory first.
         checkouts = checked_checkout(upgrade.old), THIS_CHECKOUT
         environments = [{"PYTHONPATH": str(path), "PYTHONSAFEPATH": "1"} for path in checkouts]
-    async with oracle_fleet(config, folder, progress, environments[0]) as fleet:
-        children, works = fleet.local.supervisor.children, [update_rows(config, fleet, course)]
+    async with (
+        oracle_fleet(config, folder, progress, environments[0]) as fleet,
+        running_trainer(fleet, config, course.counts, environments[0]) as (trainer, training),
+    ):
+        children, rolling = fleet.local.supervisor.children, None
         if upgrade is not None:
-            works.append(run_rollouts(upgrade, fleet, course, ends=math.inf))
-        tasks = [fleet.load.tasks.create_task(work) for work in works]
+            rolling = fleet.load.tasks.create_task(run_rollouts(upgrade, fleet, course, ends=math.inf))
         for name in list(children) if upgrade is None else upgrade_order(children, upgrade.order):
             progress("restarts", len(restarts), len(children))
             child, before = children[name], course.counts.copy()
@@ -70,25 +72,51 @@ async def run_drill(config: RestartDrillConfig | UpgradeDrillConfig, folder: Pat
             if upgrade is not None:
                 restarts[-1] |= {what: course.counts[what] - before[what] for what in ("rollouts", "updates")}
         await asyncio.sleep(WATCH_S)
-        lag = "" if upgrade is None else await polled(fleet.lag, lambda lag: not lag, ROLLOUT_TIMEOUT_S)
-        for task in tasks:
-            task.cancel()
-        progress("restarts", len(restarts), len(children))
-        figures: dict[str, Any] = {"updates": course.counts["updates"]}
-        if upgrade is None:
-            figures["restarts"] = restarts
-        else:
-            figures |= {
-                "old_commit": commit_of(upgrade.old.resolve()),
-                "new_commit": commit_of(THIS_CHECKOUT),
-                "order": upgrade.order,
-                "lookups_with_last_delta": await count_visible(fleet),
-                "rollouts": course.counts["rollouts"],
-                "upgrades": restarts,
-            }
         codes = ((done["process"], done["exit_code"]) for done in restarts)
         problems = [f"{name}: after SIGTERM it ended with {describe_exit(code)}" for name, code in codes if code]
-        return await fleet.report(partial(restart_figures, figures), problems + ([f"at the end: {lag}"] if lag else []))
+        figures: dict[str, Any] = {"restarts": restarts}
+        if upgrade is not None and rolling is not None:
+            if lag := await polled(fleet.lag, lambda lag: not lag, ROLLOUT_TIMEOUT_S):
+                problems.append(f"at the end: {lag}")
+            rolling.cancel()
+            commits = {"old_commit": commit_of(upgrade.old.resolve()), "new_commit": commit_of(THIS_CHECKOUT)}
+            figures = {**commits, "order": upgrade.order, "rollouts": course.counts["rollouts"], "upgrades": restarts}
+        figures |= await replace_publisher(fleet, trainer, training, environments[1])
+        progress("restarts", len(restarts), len(children))
+        return await fleet.report(partial(restart_figures, figures), problems)
+
+
+async def replace_publisher(
+    fleet: OracleFleet, trainer: Trainer, training: asyncio.Task[None], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Have the new release publish after the old one, which tries once more, and read all back. Returns figures."""
+    await asyncio.sleep(WATCH_S)
+    trainer.start(environment)
+    await asyncio.sleep(WATCH_S)
+    refusal = ""
+    try:
+        await trainer.update(trainer.processes[0])
+    except LoadError as error:
+        refusal = str(error)
+    trainer.is_over = True
+    await training
+    formats, kept = list[int](), set[tuple[int, int]]()
+    for version in sorted({version for version, _ in trainer.acknowledged}):
+        stream, after = delta_stream(fleet.spec.model, version), 0
+        formats.clear()
+        while deltas := await fleet.registry.registry.read(stream, after):
+            after = deltas[-1].sequence
+            kept |= {(version, delta.sequence) for delta in deltas}
+            formats += (1 + is_commit(delta.payload) for delta in deltas)
+    differing = await polled(partial(count_differing, fleet, trainer), lambda counts: not any(counts), VISIBLE_S)
+    return {
+        "old_publisher_refused": int(bool(refusal)),
+        "old_publisher_refusal": refusal,
+        "delta_formats": [formats[0], formats[-1]],
+        "lookups_with_last_delta": differing.count(0),
+        "updates": len(trainer.acknowledged),
+        "updates_lost": len(trainer.acknowledged - kept) + max(differing),
+    }
 
 
 async def restart(child: Child) -> dict[str, Any]:
@@ -112,32 +140,26 @@ async def restart(child: Child) -> dict[str, Any]:
     return {"exit_code": code, "ended_s": ended - begin, "ready_s": time.monotonic() - ended}
 
 
-async def count_visible(fleet: OracleFleet) -> int:
-    """Change a row that no question has, and return how many of `LOOKUPS` answers have it, at the latest in time."""
-    live, (table,) = await fleet.live_version(), (table for table in fleet.spec.tables if table.name == "users")
-    questions = itertools.chain.from_iterable(make_questions(fleet.spec, QUESTIONS_EACH).values())
-    used = {row for question in questions for bag in question.bags.get("user", ()) for row in bag}
-    row = min(set(range(len(used) + 1)) - used)
-    changed = 3.0 * version_rows(table, live, np.array([row]))
-    publisher = AsyncDeltaPublisher(fleet.registry.registry, fleet.spec.model, live)
-    await publisher.publish(table.name, [row], changed)
-    url = f"{fleet.server.target('json')}/v1/models/{fleet.spec.model}:lookup"
-
-    async def look_up() -> bool:
+async def count_differing(fleet: OracleFleet, trainer: Trainer) -> list[int]:
+    """Return how many changed rows are not as they were published last, in each of `LOOKUPS` answers."""
+    url, live = f"{fleet.server.target('json')}/v1/models/{fleet.spec.model}:lookup", await fleet.live_version()
+    changed, counts = trainer.changed[live], list[int]()
+    body = {"sparse": {name: [[row] for row in rows] for name, rows in changed.items()}}
+    for _ in range(LOOKUPS):
         # Each over its own connection, for any serving process and any replica.
         async with httpx.AsyncClient(trust_env=False) as http:
-            answer = (await http.post(url, json={"sparse": {"user": [[row]]}})).json()
-        return answer.get("version") == live and np.array_equal(answer["embeddings"]["user"], changed)
-
-    async def count() -> int:
-        return sum([await look_up() for _ in range(LOOKUPS)])
-
-    return await polled(count, LOOKUPS.__eq__, VISIBLE_S)
+            embeddings = (await http.post(url, json=body)).json().get("embeddings", {})
+        pairs = (zip_longest(rows.values(), embeddings.get(name, ())) for name, rows in changed.items())
+        counts.append(sum(expected != values for expected, values in chain.from_iterable(pairs)))
+    return counts
 
 
 def restart_figures(figures: dict[str, Any], answers: Rows) -> Judged:
-    """Return the figures with those of answers, and the limits; of an upgrade, also of what must have gone on."""
+    """Return the figures with those of answers, and the limits, also of what must have gone on."""
     figures = {**count_kinds(answers["code"]), **figures}
-    least = {"answers": 1, "rollouts": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
-    done = [Limit(name, figures[name], count, "at least") for name, count in least.items() if "upgrades" in figures]
-    return figures, [*answer_limits(figures), *done]
+    # What an old publisher appended behind a change of formats would be read by no node.
+    least = {"answers": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
+    least |= {"old_publisher_refused": int(len(set(figures["delta_formats"])) > 1)}
+    least |= {"rollouts": 1} if "rollouts" in figures else {}
+    done = [Limit(name, figures[name], count, "at least") for name, count in least.items()]
+    return figures, [*answer_limits(figures, "updates_lost"), *done]

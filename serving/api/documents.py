@@ -80,6 +80,7 @@ Weights: TypeAlias = Annotated[
     Field(description="by weighted feature: in the shape of its ids; null is as if absent"),
 ]
 Positive: TypeAlias = Annotated[int, Field(ge=1)] | SkipJsonSchema[None]
+Count: TypeAlias = Annotated[int, Field(ge=0)] | SkipJsonSchema[None]
 Text: TypeAlias = str | SkipJsonSchema[None]
 
 
@@ -90,6 +91,8 @@ class BodyOptions(_RequestBody):
     version: Positive = Field(None, description="the version that must answer; the live one if absent")
     request_id: Text = Field(None, description="returned with the answer")
     routing_key: Text = Field(None, description="whose it is: while a canary is on, the same key gets the same version")
+    max_age_ms: Count = Field(None, description="how old rows may be, else `rows_stale`; any age if absent")
+    min_sequence: Count = Field(None, description="rows must be of this delta or a later one, else `rows_stale`")
 
 
 class ContextBody(_RequestBody):
@@ -141,6 +144,7 @@ class RankDocument(BaseModel):
     order: list[int] = Field(description="positions by descending score, at most top_k")
     dense_step: int = Field(description="of the dense weights that gave every score; 0 for the version's own")
     delta_sequence: int = Field(description="every row was of this delta or a later one; -1 where that is not known")
+    age_ms: int = Field(description="since the last moment whose row updates are all in the rows; -1: not known")
     outputs: dict[str, list[float]] | None = Field(
         default=None, description="by name, in the order of the candidates; of a model that names its outputs"
     )
@@ -152,6 +156,8 @@ class LookupDocument(BaseModel):
 
     model: str
     version: int
+    delta_sequence: int = Field(description="as of `:rank`")
+    age_ms: int = Field(description="as of `:rank`")
     embeddings: dict[str, list[list[float]] | list[list[list[float]]]] = Field(
         description="by feature: [bags][embedding_dim], or [bags][ids][embedding_dim] if it is not pooled"
     )

@@ -399,7 +399,7 @@ class CardRanking(Ranking):
         """Score as `Ranking.score` does. Raises MemoryBudgetError too, where a batch of that size has no room."""
         started_at = self._clock()
         mapped = self.router.map(batch.bags)
-        sequence = self.router.local_sequence(self._model_name, self.parts.version)
+        sequence, age_ms = self.router.local_freshness(self._model_name, self.parts.version)
         chosen = self.choose(sequence)
         model = self._on_card(chosen)
         packed = self.scorer.pack(model, batch, mapped.bags, model.layout.pooled(self.router, mapped))
@@ -410,7 +410,7 @@ class CardRanking(Ranking):
         if times is not None:
             times.lookup_s, times.rank_s = ready - started_at, self._clock() - ready
         self.metrics.count("card_batches", self._model_name, "graph" if packed.is_graph else "launches")
-        return Scored(scores[None, :], mapped.rejected, chosen.dense_step, sequence)
+        return Scored(scores[None, :], mapped.rejected, chosen.dense_step, sequence, age_ms)
 
     def warm(self, golden: GoldenRequests | None) -> None:
         """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""

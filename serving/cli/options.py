@@ -255,11 +255,8 @@ def store_options(text: str, **more: Any) -> Option:
     return declare
 
 
-store_option = store_options(
-    "What holds <model>/<version>/ snapshots: a folder, or s3://, gs:// or az://BUCKET/PREFIX."
-)
 snapshot_options = together(
-    store_option,
+    store_options(StoreSettings.help("store")),
     option("--model NAME", "The model; without it, the store's only one."),
     count("--version", "The version; without it, the store's latest."),
     option("--snapshot", "The snapshot's own folder, in place of --store, --model and --version.", FOLDER),

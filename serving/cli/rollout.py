@@ -22,7 +22,7 @@ from serving.config import FrontSettings
 if TYPE_CHECKING:
     from loader.registry.fleet import FleetRegistry, NodeRecord, PublishedVersion, WantedModel
     from loader.rollout.plan import Rollout
-    from loader.rollout.requests import RolloutStatus
+    from loader.rollout.requests import FleetState, RolloutStatus
     from loader.snapshot.publishing import Publication, Retained
     from loader.stores.cache import StorePlace
 
@@ -235,9 +235,14 @@ def status(model: str | None, url: str, as_json: bool) -> None:
     """
     from loader.rollout.requests import read_fleet
 
-    fleet = with_registry(url, read_fleet, model)
+    async def work(fleet: FleetRegistry) -> tuple[FleetState, dict[str, str]]:
+        return await read_fleet(fleet), await fleet.strangers()
+
+    fleet, strangers = with_registry(url, work, model)
     models = sorted(fleet.rollouts.keys() | fleet.wanted.keys()) if model is None else [model]
     statuses = [fleet.status(name) for name in models]
+    for node_id, problem in strangers.items():
+        click.echo(f"{node_id}: {problem}", err=as_json)
     if as_json:
         documents = [one.model_dump(mode="json") for one in statuses]
         print_json({"rollouts": documents} if model is None else documents[0])

@@ -136,9 +136,11 @@ class Requests:
         routing_key: str = "",
         version: int | None = None,
         timeout_ms: int | None = None,
+        max_age_ms: int | None = None,
+        min_sequence: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> RankResult:
-        """Score candidates.
+        """Score candidates: float32 [N], and their order.
 
         N is the number of candidates. Arrays are anything that NumPy takes as one; flat arrays and `Ragged` cost no
         work for each id, lists one pass. A body of the JSON form is a request too: `rank(model, **body)`.
@@ -159,10 +161,9 @@ class Requests:
             routing_key: whose request it is: while a canary is on, the same key gets the same version.
             version: that must answer; the live one, or the canary, if None.
             timeout_ms: deadline of the request, in place of the client's.
+            max_age_ms: how old rows may be, any age if None; if all are older, UnavailableError (`rows_stale`).
+            min_sequence: the row update that rows must be of, or a later one; likewise.
             headers: sent with its calls, as metadata over gRPC: `traceparent`, for the server's part of a trace.
-
-        Returns:
-            Scores float32 [N] and their order.
 
         Raises:
             InvalidRequestError: the request does not fit the model; `field` says where.
@@ -178,8 +179,8 @@ class Requests:
             self._layouts[key] = layout
         if top_k is not None:
             _check_number("top_k", top_k)
-        options = {"model": model, "version": version, "top_k": top_k}
-        options |= {"request_id": request_id, "routing_key": routing_key}
+        options = {"model": model, "version": version, "top_k": top_k, "max_age_ms": max_age_ms}
+        options |= {"request_id": request_id, "routing_key": routing_key, "min_sequence": min_sequence}
         if version in (None, layout.version):
             try:
                 if request := layout.packed(given):
@@ -201,6 +202,8 @@ class Requests:
         routing_key: str = "",
         version: int | None = None,
         timeout_ms: int | None = None,
+        max_age_ms: int | None = None,
+        min_sequence: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> LookupResult:
         """Look up embeddings, pooled as the model pools them; `Ragged` of features that it does not pool.
@@ -209,6 +212,7 @@ class Requests:
         feature may be left out. All else is as in `rank`, and in the JSON form: `lookup(model, **body)`.
         """
         options = {"model": model, "version": version, "request_id": request_id, "routing_key": routing_key}
+        options |= {"max_age_ms": max_age_ms, "min_sequence": min_sequence}
         request = lookup_request(sparse, weights or {})
         return read_lookup(await self._send("Lookup", request, options, self._ends(timeout_ms), headers))
 

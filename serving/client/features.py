@@ -185,10 +185,8 @@ def read_rank(data: bytes | RankResult) -> RankResult:
     # The library hands out the buffer of a repeated field.
     scores, order = np.array(answer.scores, np.float32), np.array(answer.order, np.int64)
     outputs = {name: np.array(output.values, np.float32) for name, output in answer.outputs.items()}
-    sequence = answer.delta_sequence if answer.HasField("delta_sequence") else -1
-    return RankResult(
-        answer.model, answer.version, scores, order, answer.request_id, answer.dense_step, outputs, sequence
-    )
+    model, version, request_id, step = answer.model, answer.version, answer.request_id, answer.dense_step
+    return RankResult(model, version, scores, order, request_id, step, outputs, *_freshness(answer))
 
 
 def read_lookup(data: bytes | LookupResult) -> LookupResult:
@@ -200,7 +198,12 @@ def read_lookup(data: bytes | LookupResult) -> LookupResult:
     for name, rows in answer.embeddings.items():
         values = np.array(rows.values, np.float32).reshape(-1, max(1, rows.embedding_dim))
         embeddings[name] = Ragged(values, np.array(rows.lengths, np.int64)) if rows.lengths else values
-    return LookupResult(answer.model, answer.version, embeddings, answer.request_id)
+    return LookupResult(answer.model, answer.version, embeddings, answer.request_id, *_freshness(answer))
+
+
+def _freshness(answer: Any) -> list[int]:
+    """Return the delta and the age of an answer's rows; -1 for what its server does not know."""
+    return [getattr(answer, name) if answer.HasField(name) else -1 for name in ("delta_sequence", "age_ms")]
 
 
 def read_message(kind: type[M], data: bytes) -> M:

@@ -129,7 +129,7 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
         values["registry"], given = self.registry_url, getattr(self, section)
         if fixed := sorted(values.keys() & given.keys()):
             raise ValueError(f"{section}.{fixed[0]}: the fleet sets it for each process.")
-        names = {"models", "verify"}.union(*(one.names() for one in shared))
+        names = {"models", "verify"}.union(*(part.names() for part in shared))
         of_fleet = {name: getattr(self, name) for name in names & schema.model_fields.keys()}
         try:
             return schema.model_validate(of_fleet | given | values, context={"given": {*given}})

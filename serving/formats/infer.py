@@ -73,6 +73,8 @@ class Parameters(msgspec.Struct, gc=False):
     timeout_ms: int | None = None
     timeout: int | None = None
     top_k: int | None = None
+    max_age_ms: int | None = None
+    min_sequence: int | None = None
     routing_key: str | None = None
     binary_data_output: bool | None = None
     sequence_id: int | str | None = None
@@ -119,6 +121,7 @@ class Tensor(msgspec.Struct):
 
 
 _Parameters = TypeVar("_Parameters", Parameters, TensorParameters)
+_ORIGIN = ("dense_step", "delta_sequence", "age_ms")  # parameters of a response: which weights and rows gave it
 _INTEGERS = ("INT64", "INT32")
 _DTYPES = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}
 
@@ -152,11 +155,12 @@ class InferCodec(Codec, eq=False):
         model, version, request_id = names
         routing_key, top_k = parameters.routing_key or "", parameters.top_k
         # Triton's clients send a timeout of 0 for none.
-        timeouts = parameters.timeout_ms, parameters.timeout or None
-        timeout_s = check_options(limits, request_id, routing_key, top_k, *timeouts)
+        timeout_ms, timeout_us = parameters.timeout_ms, parameters.timeout or None
+        bounds = parameters.max_age_ms, parameters.min_sequence
+        timeout_s, bound = check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds, timeout_us)
         return type(self)(
             self.method, model, self.api, parse_version(version), routing_key or request_id, timeout_s, top_k,
-            request_id, inputs, outputs, bool(parameters.binary_data_output),
+            request_id, bound, inputs, outputs, bool(parameters.binary_data_output),
         )  # fmt: skip
 
     def parse(self, schema: RequestSchema) -> RankRequest:
@@ -422,7 +426,7 @@ class InferHttpCodec(InferCodec, eq=False):
             "id": _response_id(response),
             "model_name": response.model,
             "model_version": str(response.version),
-            "parameters": {"dense_step": cast(RankResult, response).dense_step},
+            "parameters": {name: getattr(response, name) for name in _ORIGIN},
             "outputs": outputs,
         })  # fmt: skip
         if not tensors:
@@ -511,12 +515,12 @@ class InferGrpcCodec(InferCodec, eq=False):
     def encode(self, response: Response) -> Encoded:
         """Write a message, whose raw contents are in the order of its outputs."""
         outputs = self._outputs(response)
-        step = inference.InferParameter(int64_param=cast(RankResult, response).dense_step)
+        origin = {name: inference.InferParameter(int64_param=getattr(response, name)) for name in _ORIGIN}
         message = inference.ModelInferResponse(
             model_name=response.model,
             model_version=str(response.version),
             id=_response_id(response),
-            parameters={"dense_step": step},
+            parameters=origin,
             outputs=[
                 inference.ModelInferResponse.InferOutputTensor(name=output.name, datatype=datatype, shape=values.shape)
                 for output, datatype, values in outputs

@@ -57,7 +57,8 @@ PIECE_FLOATS = 8192
 _SHOWN_CHARS = 40
 _BRACKET, _QUOTE = ord("["), ord('"')
 _TYPES = {int: "an integer", str: "a string"}
-_OPTIONS: dict[str, type] = {"version": int, "timeout_ms": int, "top_k": int, "request_id": str, "routing_key": str}
+_OPTIONS: dict[str, type] = dict.fromkeys(("version", "timeout_ms", "top_k", "max_age_ms", "min_sequence"), int)
+_OPTIONS |= {"request_id": str, "routing_key": str}
 _KEYS: dict[Method, frozenset[str]] = {
     "rank": frozenset({*_OPTIONS, "context", "candidates"}),
     "lookup": frozenset({*_OPTIONS, "sparse", "weights"}) - {"top_k"},
@@ -131,14 +132,14 @@ class JsonCodec(Codec, eq=False):
             value = options[name] = document[name]
             if type(value) is not _OPTIONS[name]:
                 raise invalid_field(name, f"{_shown(value)} is not {_TYPES[_OPTIONS[name]]}")
-            if type(value) is int and name != "timeout_ms" and not 1 <= value <= MAX_ID:
+            if type(value) is int and name in ("version", "top_k") and not 1 <= value <= MAX_ID:
                 raise invalid_field(name, f"{value} is not in 1..{MAX_ID}")
-        version, timeout_ms, top_k, request_id, routing_key = options.values()
+        version, timeout_ms, top_k, *bounds, request_id, routing_key = options.values()
         request_id, routing_key = request_id or "", routing_key or ""
-        timeout_s = check_options(limits, request_id, routing_key, top_k, timeout_ms)
+        timeout_s, bound = check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds)
         key = routing_key or request_id
         return JsonCodec(
-            self.method, self.model, self.api, version, key, timeout_s, top_k, request_id, text, document
+            self.method, self.model, self.api, version, key, timeout_s, top_k, request_id, bound, text, document
         )  # fmt: skip
 
     def parse(self, schema: RequestSchema) -> Request:
@@ -161,6 +162,7 @@ class JsonCodec(Codec, eq=False):
             "version": response.version,
             "dense_step": response.dense_step,
             "delta_sequence": response.delta_sequence,
+            "age_ms": response.age_ms,
             "scores": response.scores.tolist(),
             "order": response.order.tolist(),
         }
@@ -459,6 +461,7 @@ def lookup_pieces(response: LookupResult) -> Iterator[bytes]:
     It has [bags][dim] floats by feature, or [bags][ids][dim] for a feature that is not pooled.
     """
     head: dict[str, Any] = {"model": response.model, "version": response.version}
+    head |= {"delta_sequence": response.delta_sequence, "age_ms": response.age_ms}
     if response.request_id:
         head["request_id"] = response.request_id
     yield _ENCODER.encode(head)[:-1] + b',"embeddings":{'

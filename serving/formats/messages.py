@@ -91,10 +91,11 @@ class MessageCodec(Codec, eq=False):
         timeout_ms, top_k, num_candidates = (
             numbers.get(name, 0) & _UINT32 or None for name in ("timeout_ms", "top_k", "num_candidates")
         )
-        timeout_s = check_options(limits, request_id, routing_key, top_k, timeout_ms)
+        bounds = [signed(numbers[name]) if name in numbers else None for name in ("max_age_ms", "min_sequence")]
+        timeout_s, bound = check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds)
         return MessageCodec(
             self.method, model, self.api, version, routing_key or request_id, timeout_s, top_k, request_id,
-            num_candidates or 0, message, spans, entries,
+            bound, num_candidates or 0, message, spans, entries,
         )  # fmt: skip
 
     def parse(self, schema: RequestSchema) -> Request:
@@ -290,8 +291,7 @@ def encode_rank(response: RankResult) -> bytes:
         version=response.version,
         request_id=response.request_id,
         dense_step=response.dense_step,
-        # 0 differs from unknown.
-        delta_sequence=response.delta_sequence if response.delta_sequence >= 0 else None,
+        **_freshness(response),
     )
     parts = [
         message.SerializeToString(),
@@ -306,7 +306,7 @@ def encode_rank(response: RankResult) -> bytes:
 def encode_lookup(response: LookupResult) -> bytes:
     """Encode a LookupResponse likewise."""
     model, version, request_id = response.model, response.version, response.request_id
-    message = ranking_pb2.LookupResponse(model=model, version=version, request_id=request_id)
+    message = ranking_pb2.LookupResponse(model=model, version=version, request_id=request_id, **_freshness(response))
     parts = [message.SerializeToString()]
     for name, feature in response.embeddings.items():
         rows = feature.values if isinstance(feature, Ragged) else feature
@@ -316,6 +316,11 @@ def encode_lookup(response: LookupResult) -> bytes:
             embedding += encode_array(3, feature.lengths, "<u4")
         parts.append(encode_field(3, encode_field(1, name.encode()) + encode_field(2, embedding)))
     return b"".join(parts)
+
+
+def _freshness(response: Response) -> dict[str, Any]:
+    """Return the fields that are known: 0 differs from unknown."""
+    return {name: value for name in ("delta_sequence", "age_ms") if (value := getattr(response, name)) >= 0}
 
 
 def encode_model(description: ModelInfo) -> bytes:

@@ -16,6 +16,7 @@ from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
 from serving.results import LookupResult, RankResult
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
+from shard_node.freshness import FreshnessBound
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Method: TypeAlias = Literal["rank", "lookup"]
@@ -33,6 +34,7 @@ class RankRequest:
         timeout_s: the deadline, from when the call began.
         top_k: how many positions `order` has, or None for all N.
         texts: the string ids, in their order, whose fingerprints are in `bags`.
+        bound: how old its rows may be; None for any age.
     """
 
     bags: KeyedBags
@@ -43,6 +45,7 @@ class RankRequest:
     top_k: int | None = None
     request_id: str = ""
     texts: Sequence[str] = ()
+    bound: FreshnessBound | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +60,7 @@ class LookupRequest:
     num_floats: int
     request_id: str = ""
     texts: Sequence[str] = ()
+    bound: FreshnessBound | None = None
 
 
 Request: TypeAlias = RankRequest | LookupRequest
@@ -85,6 +89,7 @@ class Codec(msgspec.Struct, eq=False):
         version: that must answer, or the live one or the canary if None.
         key: what a canary is chosen by, or "".
         timeout_s: the deadline, from when the call began.
+        bound: as of `RankRequest`.
     """
 
     method: Method = "rank"
@@ -95,6 +100,7 @@ class Codec(msgspec.Struct, eq=False):
     timeout_s: float = 0.0
     top_k: int | None = None
     request_id: str = ""
+    bound: FreshnessBound | None = None
 
     def read(self, body: Buffer, limits: RequestLimits) -> Codec:
         """Return the codec of a request, read as far as that needs no schema. Raises InvalidRequestError."""
@@ -123,9 +129,8 @@ class Codec(msgspec.Struct, eq=False):
                 position = np.argwhere(~np.isfinite(dense))[0].tolist()
                 index = "".join(f"[{index}]" for index in position)
                 raise invalid_field(path + index, f"{dense[tuple(position)]} is not a finite float32")
-        return RankRequest(
-            bags, num_candidates, context_dense, candidate_dense, self.timeout_s, self.top_k, self.request_id, texts
-        )
+        options = self.timeout_s, self.top_k, self.request_id, texts, self.bound
+        return RankRequest(bags, num_candidates, context_dense, candidate_dense, *options)
 
     def lookup_request(self, schema: RequestSchema, bags: KeyedBags, texts: Sequence[str]) -> LookupRequest:
         """Make a lookup with the options that were read. Raises InvalidRequestError: too large a response."""
@@ -135,7 +140,7 @@ class Codec(msgspec.Struct, eq=False):
         floats = int((rows * row).sum() + bags_of_rows.sum())
         if floats > (allowed := schema.limits.max_lookup_floats):
             raise limit_exceeded("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
-        return LookupRequest(bags, self.timeout_s, floats, self.request_id, texts)
+        return LookupRequest(bags, self.timeout_s, floats, self.request_id, texts, self.bound)
 
 
 def check_options(
@@ -144,12 +149,14 @@ def check_options(
     routing_key: str,
     top_k: int | None,
     timeout_ms: int | None,
+    bounds: Sequence[int | None],
     timeout_us: int | None = None,
-) -> float:
+) -> tuple[float, FreshnessBound | None]:
     """Check what every request may have.
 
     Returns seconds until the deadline: of `timeout_ms` and `timeout_us` (of the Open Inference Protocol) the earlier,
-    or the default if both are None. Raises InvalidRequestError.
+    or the default if both are None; and the bound of `bounds`, which are `max_age_ms` and `min_sequence`, if there is
+    one. Raises InvalidRequestError.
     """
     if request_id or routing_key:
         for field, text in (("request_id", request_id), ("routing_key", routing_key)):
@@ -167,7 +174,14 @@ def check_options(
         if timeout > allowed * per_ms:
             raise limit_exceeded(field, "max_timeout_ms", allowed, -(-timeout // per_ms), "ms")
         timeouts_s.append(timeout / (1000 * per_ms))
-    return min(timeouts_s, default=limits.default_timeout_ms / 1000)
+    timeout_s = min(timeouts_s, default=limits.default_timeout_ms / 1000)
+    max_age_ms, min_sequence = bounds
+    if max_age_ms is None and min_sequence is None:
+        return timeout_s, None
+    for field, value in (("max_age_ms", max_age_ms), ("min_sequence", min_sequence)):
+        if value is not None and not 0 <= value <= MAX_ID:
+            raise invalid_field(field, f"{value} is not in 0..{MAX_ID}")
+    return timeout_s, FreshnessBound(min_sequence or 0, max_age_ms)
 
 
 RAGGED = -1

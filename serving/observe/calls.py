@@ -142,8 +142,9 @@ def outcome_of(error: BaseException) -> Outcome | None:
     # A client could fail one version alone, with a routing key of its share: what clients cause counts for none.
     # A client that leaves, by closing its connection or by cancelling, is no Exception or has a status below 500.
     # What is shed was not begun. (A version that is shutting down is not shed: while it is leased, only the end of all
-    # its replicas can bring that about.)
-    if isinstance(error, OverloadedError) or not isinstance(error, Exception):
+    # its replicas can bring that about.) Rows that are too old are the client's doing if its request says how old.
+    is_clients = isinstance(error, ShardrankError) and error.kind == "rows_stale" and error.field
+    if is_clients or isinstance(error, OverloadedError) or not isinstance(error, Exception):
         return None
     is_fault = not isinstance(error, ShardrankError) or error.http_status >= _SERVER_FAULT
     return "error" if is_fault else None

@@ -96,6 +96,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...], Literal["livesum", "livemax", "li
         "livemax",
     ),
     "dense_step": ("The newest set of dense weights that answers; 0 for the snapshot's own.", _VERSION, "livemin"),
+    "dense_step_fallback": ("1 if rows lack what dense steps need, and the snapshot's answer.", _VERSION, "livemax"),
     "hot_rows": ("Rows held.", _VERSION, "livesum"),
     "hot_bytes": ("Bytes of rows held and their index.", _VERSION, "livesum"),
     "hot_sequence": ("Last delta applied to them.", _VERSION, "livemin"),

@@ -43,7 +43,7 @@ _GAUGES = {
     ),
     "version_leases": ("Requests that use a version now.", _VERSION),
     "canary_share": ("Share of the requests that the canary gets.", _VERSION),
-    "degraded": ("1 if rows are older than max_staleness_s allows, else 0.", ("model",)),
+    "degraded": ("1 if rows are older than max_staleness_s or a dense step allows, else 0.", ("model",)),
 }
 _COUNTERS = {
     "rows_looked_up": ("Rows looked up by table and tier.", (*_NODE, "table", "tier")),
@@ -83,6 +83,7 @@ class Readiness:
     ) -> None:
         self.versions = versions
         self.wall_clock = wall_clock
+        self.registry_problem: Callable[[], str] = str
         self._max_staleness_s = dict(max_staleness_s or {})
         # By model, once its shards were asked. Replaced by another dict: metrics read it on another thread.
         self._reports: dict[str, _Report] = {}
@@ -114,8 +115,9 @@ class Readiness:
         return unready | {model: report.problem for model, report in reports.items() if report.problem}
 
     def degraded(self) -> dict[str, str]:
-        """Return why rows are older than `max_staleness_s` allows, by model; such a process is ready."""
-        live, reasons, now = self.versions.generations.live_versions(), dict[str, str](), self.wall_clock()
+        """Return why a ready process is not as it should be: by model, rows or a dense step; by "", its registry."""
+        live, now = self.versions.generations.live_versions(), self.wall_clock()
+        reasons = {"": problem} if (problem := self.registry_problem()) else {}
         for model, limit_s in self._max_staleness_s.items():
             served = [
                 staleness_s(version, now)
@@ -132,6 +134,10 @@ class Readiness:
                     f"rows of version {live[model]} are {max(ages):.1f} s behind on {stale} of {len(ages)} nodes; "
                     f"max_staleness_s = {limit_s:g}"
                 )
+        for generation in self.versions.generations.all():
+            if live.get(generation.model) == generation.version and generation.payload.dense_fallback:
+                reason = generation.payload.dense_fallback
+                reasons[generation.model] = "; ".join(filter(None, (reasons.get(generation.model), reason)))
         return reasons
 
     def begin_shutdown(self) -> None:

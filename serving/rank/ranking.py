@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple, Self, TypeAlias, cast
@@ -35,6 +35,7 @@ from serving.observe.traces import batch_spans, traced_batch, traced_lookup
 from serving.results import LookupResult, Ragged, RankResult
 from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, ReplyEncoding
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound, strictest
 from shard_node.node import NodeInfo, Shard
 
 _REQUEST, _DEADLINE, _IS_PINNED, _TRACE = map(attrgetter, ("request", "deadline", "is_pinned", "trace"))
@@ -57,6 +58,7 @@ class MergedBatch:
         request_of_candidate: int64 [N].
         context_dense: float32 [B, Kc].
         candidate_dense: float32 [N, Kd].
+        bound: the strictest one of its requests; None if rows may be of any age.
     """
 
     bags: KeyedBags
@@ -64,6 +66,7 @@ class MergedBatch:
     request_of_candidate: Int64Array
     context_dense: Float32Array
     candidate_dense: Float32Array
+    bound: FreshnessBound | None = None
 
 
 def merge(requests: Sequence[RankRequest]) -> MergedBatch:
@@ -71,7 +74,7 @@ def merge(requests: Sequence[RankRequest]) -> MergedBatch:
     if len(requests) == 1:
         only, count = requests[0], requests[0].num_candidates
         starts, owner = np.array((0, count), np.int64), np.zeros(count, np.int64)
-        return MergedBatch(only.bags, starts, owner, only.context_dense[None, :], only.candidate_dense)
+        return MergedBatch(only.bags, starts, owner, only.context_dense[None, :], only.candidate_dense, only.bound)
     counts = np.array([request.num_candidates for request in requests], dtype=np.int64)
     return MergedBatch(
         merge_bags([request.bags for request in requests]),
@@ -79,6 +82,7 @@ def merge(requests: Sequence[RankRequest]) -> MergedBatch:
         np.repeat(np.arange(counts.size), counts),
         np.concatenate([request.context_dense for request in requests]).reshape(counts.size, -1),
         np.concatenate([request.candidate_dense for request in requests]),
+        strictest(request.bound for request in requests),
     )
 
 
@@ -232,13 +236,14 @@ class RankingParts:
 class Scored(NamedTuple):
     """Scores of a batch, float32 [1 + outputs, N], below them what the model names; and ids without a row.
 
-    Every row was of the delta `sequence` or a later one; UNKNOWN_SEQUENCE where a shard did not tell.
+    Every row was of the delta `sequence` or a later one, and at most `age_ms` old; negative where that is not known.
     """
 
     scores: Float32Array
     rejected: RejectedIds
     dense_step: int = 0
     sequence: int = UNKNOWN_SEQUENCE
+    age_ms: int = UNKNOWN_AGE_MS
 
 
 class Ranking:
@@ -246,7 +251,12 @@ class Ranking:
 
     Dense weights change while it serves: a batch is scored with the newest step whose deltas all of its rows have;
     `parts` are the newest that one was scored with. The step before is kept for rows of replicas that lag.
+    Where rows are not within `desired`, other replicas are requested; not within `required`, requests are refused.
+    `lacking_s` is for how long all batches had rows that are too old for any step; below 0 if the last had not.
     """
+
+    desired: FreshnessBound | None = None
+    required: FreshnessBound | None = None
 
     def __init__(
         self,
@@ -278,6 +288,7 @@ class Ranking:
         """Go on with another dense model, and no other."""
         self.parts = parts
         self._steps = [parts]
+        self._lacking_since, self.lacking_s = math.inf, -1.0
         self._columns = parts.assembler.buffer()
 
     async def prepare(self, parts: RankingParts) -> None:
@@ -290,24 +301,32 @@ class Ranking:
             if isinstance(shard, ReplicatedShard):
                 shard.min_sequence = self.parts.min_sequence
 
-    async def weights_active(self) -> bool:
-        """Return whether the step that was offered last answers; calls `nodes` if no batch has shown it."""
+    async def weights_active(self, sequence: float = math.inf) -> bool:
+        """Return whether the last step offered answers, or rows reach `sequence` before; calls `nodes` if need be."""
         offered = self._steps[0]
         if offered is not self.parts:
             key = self._model_name, offered.version
             told = [one for _, info in await self.nodes() for one in info.versions if (one.model, one.version) == key]
+            oldest = min((one.delta_sequence for one in told), default=math.inf)
             # Another may have been offered meanwhile.
-            if offered is self._steps[0] and all(one.delta_sequence >= offered.min_sequence for one in told):
+            if offered is self._steps[0] and oldest >= offered.min_sequence:
                 self.parts = offered
+            elif oldest >= sequence:
+                return True
         return self._steps[0] is self.parts
 
     def choose(self, sequence: int) -> RankingParts:
         """Find what rows of a delta may be scored with. Raises UnavailableError if they are older than all."""
-        for parts in self._steps:
-            if parts.min_sequence <= sequence:
-                if parts.dense_step > self.parts.dense_step:
-                    self.parts = parts
-                return parts
+        chosen = next((parts for parts in self._steps if parts.min_sequence <= sequence), None)
+        if chosen is None or chosen.dense_step < min(1, self._steps[0].dense_step):
+            self._lacking_since = min(self._lacking_since, now := self._clock())
+            self.lacking_s = now - self._lacking_since
+        else:
+            self._lacking_since, self.lacking_s = math.inf, -1.0
+        if chosen is not None:
+            if chosen.dense_step > self.parts.dense_step:
+                self.parts = chosen
+            return chosen
         oldest = self._steps[-1]
         raise UnavailableError(
             f"model {self._model_name!r} version {oldest.version}: rows are of delta {sequence}, dense step "
@@ -367,7 +386,7 @@ class Ranking:
 
         None of all.
         """
-        scores, rejected, dense_step, sequence = scored
+        scores, rejected, dense_step, *freshness = scored
         order = rank_order(scores[0], batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
         model, version, names = self._model_name, self.parts.version, self._output_names
@@ -376,11 +395,16 @@ class Ranking:
             best = order[start:end][: request.top_k]
             named = dict(zip(names, scores[1:, start:end], strict=True)) if names else {}
             of_request, request_id = scores[0, start:end], request.request_id
-            outcomes.append(RankResult(model, version, of_request, best, request_id, dense_step, named, sequence))
+            outcomes.append(RankResult(model, version, of_request, best, request_id, dense_step, named, *freshness))
         # A sum is finite only if all of them are, and one number is asked faster than many.
-        if not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
+        has_bound = batch.bound is not None or self.required is not None
+        if not has_bound and not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
             self.counter.scored(scores[0] if is_counted is None else scores[0, is_counted[batch.request_of_candidate]])
             return outcomes
+        if has_bound:
+            outcomes = [
+                self._refusal(one, *freshness) or ranked for one, ranked in zip(requests, outcomes, strict=True)
+            ]
         finite = np.logical_and.reduceat(np.isfinite(scores).all(axis=0), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
             outcomes[number] = InternalError(
@@ -399,6 +423,21 @@ class Ranking:
         self.counter.scored(scores[0, is_counted[batch.request_of_candidate]])
         return outcomes
 
+    def _refusal(self, request: RankRequest | LookupRequest, sequence: int, age_ms: int) -> UnavailableError | None:
+        """Return why a request is refused rows of a delta and an age, with the field that it is due to, if any."""
+        for bound in (request.bound, self.required):
+            if bound is not None and not bound.allows(sequence, age_ms):
+                field = "min_sequence" if sequence < bound.min_sequence else "max_age_ms"
+                problem = f"rows of delta {sequence} are {age_ms} ms old; {field} is {getattr(bound, field)}"
+                return UnavailableError(problem, kind="rows_stale", field="" if bound is self.required else field)
+        return None
+
+    def _forms(self, forms: ReplyEncoding, bound: FreshnessBound | None) -> ReplyEncoding:
+        """Return what shards may answer to requests with a bound; the model's may be stricter."""
+        if self.desired is not None:
+            bound = strictest((bound, self.desired))
+        return forms if bound is None else replace(forms, bound=bound)
+
     async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
         """Score a batch until `deadline`, monotonic seconds; `times` gets the times of its parts.
 
@@ -407,7 +446,8 @@ class Ranking:
         """
         started_at = self._clock()
         parts = self.parts
-        lookup = self.router.lookup(self._model_name, parts.version, batch.bags, deadline, parts.forms)
+        forms = self._forms(parts.forms, batch.bound)
+        lookup = self.router.lookup(self._model_name, parts.version, batch.bags, deadline, forms)
         trace = None if times is None else times.trace
         embeddings = await (lookup if trace is None else traced_lookup(trace, lookup))
         routed_at = self._clock()
@@ -422,7 +462,7 @@ class Ranking:
         scores = self.score_rows(batch, embeddings, parts)
         if times is not None:
             times.rank_s = self._clock() - routed_at
-        return Scored(scores, embeddings.rejected, parts.dense_step, embeddings.sequence)
+        return Scored(scores, embeddings.rejected, parts.dense_step, embeddings.sequence, embeddings.age_ms)
 
     async def lookup(self, waiting: Call) -> LookupResult:
         """Look embeddings up, and pass the times to the request. Raises InvalidRequestError for an id without a row."""
@@ -430,15 +470,18 @@ class Ranking:
         times = BatchTimes(started_at=self._clock())
         if waiting.trace is not None:
             times.trace = traced_batch([waiting.trace])
-        embeddings = self.router.lookup(self._model_name, version, request.bags, waiting.deadline)
+        forms = self._forms(EXACT, request.bound)
+        embeddings = self.router.lookup(self._model_name, version, request.bags, waiting.deadline, forms)
         try:
             pooled = await (embeddings if times.trace is None else traced_lookup(times.trace, embeddings))
         except BaseException as error:
             self._end_trace(times, "lookup", error)
             raise
-        routed_at = self._clock()
+        routed_at, freshness = self._clock(), (pooled.sequence, pooled.age_ms)
         if len(pooled.rejected):
             raise unknown_id(self.parts.schema, request, pooled.rejected, 0, int(pooled.rejected.bag[0]))
+        if (refusal := self._refusal(request, *freshness)) is not None:
+            raise refusal
         features, projections = self.parts.schema.features, self.parts.projections
         of_parts = {name: matrix.numpy() for name, matrix in projections.items()}
         by_feature = dict[str, Float32Array | Ragged]()
@@ -446,7 +489,7 @@ class Ranking:
             rows = pooled.feature(key, of_parts)
             is_none = features.is_none[key]
             by_feature[features.features[key].name] = Ragged(rows, pooled.lengths(key)) if is_none else rows
-        answer = LookupResult(self._model_name, version, by_feature, request.request_id)
+        answer = LookupResult(self._model_name, version, by_feature, request.request_id, *freshness)
         times.lookup, times.lookup_s = pooled.times, routed_at - times.started_at
         self._end_batch(times, routed_at, [waiting], "lookup")
         return answer

@@ -6,17 +6,17 @@ import asyncio
 import logging
 import math
 import random
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
 import torch
 
+from loader.deltas.chain import entry_digest
 from loader.deltas.dense import checked_tensors, read_step
-from loader.errors import RegistryError, ShardrankError
+from loader.errors import DeltaError, RegistryError, ShardrankError
 from loader.progress import ended
-from loader.registry.fleet import DenseStep, FleetRegistry, cut_reason
+from loader.registry.fleet import DenseStep, FleetRegistry, cut_reason, delta_stream
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from serving.observe.metrics import ServingMetrics
@@ -58,15 +58,17 @@ class DenseSteps:
     A step that must not answer is refused once (`refused`, with the reason, by model and version), in the log, metrics
     and announcements; the step before goes on. One whose file can't be read is tried for `READ_FOR_S` before, and one
     without room, or node to check it with, for as long as it is the newest.
+    A version of which no batch had rows of a step for `wait_s` begins anew, with the snapshot's weights.
     """
 
     def __init__(
-        self, fleet: FleetRegistry, store: Store, metrics: ServingMetrics, clock: Callable[[], float] = time.monotonic
+        self, fleet: FleetRegistry, store: Store, metrics: ServingMetrics, clock: Callable[[], float], wait_s: float
     ) -> None:
         self.refused: dict[tuple[str, int], tuple[DenseStep, str]] = {}
         # Steps whose files could not be read, and until when that is tried again, seconds of the clock.
         self._unread: dict[tuple[str, int], tuple[DenseStep, float]] = {}
-        self._fleet, self._store, self._metrics, self._clock = fleet, store, metrics, clock
+        self._fleet, self._store, self._metrics, self._clock, self._wait_s = fleet, store, metrics, clock, wait_s
+        self._polls = 0
 
     async def update(self, served: LoadedVersion) -> None:
         """Offer a version the newest step, if it has an older one. Raises RegistryError.
@@ -82,12 +84,16 @@ class DenseSteps:
         # One that can't be read now is waited for; a file that is damaged is not.
         if accepted and not await self._try(served, accepted, math.inf) and not self._is_refused(accepted):
             return
-        if newest.step > served.dense_step and await self._try(served, newest, newest.max_drift):
+        is_next = newest.step > served.dense_step and not self._is_refused(newest)
+        if is_next and await self._try(served, newest, newest.max_drift):
             await self._fleet.accept_dense_step(newest)
 
     async def _newer(self, model: str, version: int, step: int) -> DenseStep | None:
         newest = await self._fleet.dense_step(model, version)
-        return None if newest is None or newest.step <= step or self._is_refused(newest) else newest
+        if newest is None or newest.step <= step or self._is_refused(newest):
+            return None
+        await self._fleet.check_identity()
+        return newest
 
     def _is_refused(self, record: DenseStep) -> bool:
         before = self.refused.get((record.model, record.version))
@@ -102,16 +108,16 @@ class DenseSteps:
 
     async def _try(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> bool:
         key = served.model, served.version
+
+        def change(snapshot: Snapshot) -> None:
+            tensors = checked_tensors(snapshot, read_step(self._store, record))
+            served.change_dense(snapshot, tensors, record, max_drift)
+
         try:
-            if not await served.accepts_dense():
+            await self._check_delta(record)
+            if not await served.accepts_dense(record.sequence):
                 return False
-            changing = asyncio.ensure_future(asyncio.to_thread(self._change, served, record, max_drift))
-            try:
-                await asyncio.shield(changing)
-            except asyncio.CancelledError:
-                # Its replicas must not end under a check, which would wait for them for good.
-                await ended(changing)
-                raise
+            await self._with_snapshot(served, change)
         except ShardrankError as error:
             # What the file system refused has its OSError as cause; a file that is not what was published has none.
             is_unread = isinstance(error.__cause__, OSError)
@@ -125,9 +131,20 @@ class DenseSteps:
             return False
         self.refused.pop(key, None)
         self._unread.pop(key, None)
-        self._metrics.set_version("dense_step", *key, record.step)
+        self._metrics.set_version("dense_step", *key, 0 if served.dense_fallback else record.step)
         logger.info("dense step %d of %s %d is loaded, rows need delta %d", record.step, *key, record.sequence)
         return True
+
+    async def _check_delta(self, record: DenseStep) -> None:
+        """Raise DeltaError if the stream has lost the delta that a step needs: rows with a later one may lack it."""
+        published = await self._fleet.version(record.model, record.version)
+        if record.digest and published is not None:
+            stream = delta_stream(record.model, published.delta_base)
+            bounds = await self._fleet.registry.bounds(stream)
+            entries = await self._fleet.registry.read(stream, record.sequence - 1, 1)
+            is_known = bounds.first <= record.sequence and bounds.last > 0
+            if is_known and [entry_digest(entry.payload).hex() for entry in entries] != [record.digest]:
+                raise DeltaError(f"{stream} has lost delta {record.sequence} ({record.digest})", kind="delta_fork")
 
     async def follow(self, generations: Generations[LoadedVersion]) -> None:
         """Update what is served to new steps. Raises RegistryError."""
@@ -138,17 +155,57 @@ class DenseSteps:
         for known in (self.refused, self._unread):
             for gone in known.keys() - steps.keys():
                 del known[gone]
+        self._polls += 1
         for key, step in steps.items():
-            if await self._newer(*key, step) is not None:
-                # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
-                with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
+            is_newer = await self._newer(*key, step) is not None
+            # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
+            with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
+                if await self._went_back(lease.payload) or is_newer:
                     await self.update(lease.payload)
 
-    def _change(self, served: LoadedVersion, record: DenseStep, max_drift: float) -> None:
-        torch.set_num_threads(1)
-        tensors = read_step(self._store, record)
-        # What is served, though the store may have another one in its place by now.
-        model, version, identity = served.model, served.version, served.description.identity
-        with self._store.hold(model, version, identity=identity, with_rows=False, verify=False) as files:
-            snapshot = Snapshot.open(files.path, verify=False, rows_here=False)
-            served.change_dense(snapshot, checked_tensors(snapshot, tensors), record, max_drift)
+    async def _went_back(self, served: LoadedVersion) -> bool:
+        """Go back to the snapshot's weights if rows lack what steps need for too long; note if a step answers again."""
+        key, step, before = (served.model, served.version), served.dense_step, served.dense_fallback
+        lost = await self._lost(served)
+        try:
+            if before and step and not lost and await served.accepts_dense():
+                served.dense_fallback = ""
+            elif not before and (lost or any(ranking.lacking_s >= self._wait_s for ranking in served.rankings)):
+                await self._with_snapshot(served, served.use_snapshot_weights)
+                reason = lost or f"rows lack what dense step {step} needs"
+                served.dense_fallback = f"{reason}: weights of snapshot {key[1]} answer"
+                self.refused.pop(key, None)
+        except ShardrankError as error:
+            logger.warning("%s %d: rows lack what dense step %d needs: %s", *key, step, error)
+        if served.dense_fallback != before:
+            logger.warning("%s %d: %s", *key, served.dense_fallback or f"dense step {step} answers again")
+            self._metrics.set_version("dense_step", *key, served.dense_step)
+            self._metrics.set_version("dense_step_fallback", *key, bool(served.dense_fallback))
+        return not before and bool(served.dense_fallback)
+
+    async def _lost(self, served: LoadedVersion) -> str:
+        """Return, in every fourth poll, why the step in use must not answer whatever delta rows have; "" if it may."""
+        if served.dense_record is not None and self._polls % 4 == 0:
+            try:
+                await self._check_delta(served.dense_record)
+            except DeltaError as error:
+                return str(error)
+        return ""
+
+    async def _with_snapshot(self, served: LoadedVersion, work: Callable[[Snapshot], None]) -> None:
+        """Do in a thread what takes the snapshot that is served, without its rows."""
+
+        def run() -> None:
+            torch.set_num_threads(1)
+            # What is served, though the store may have another one in its place by now.
+            model, version, identity = served.model, served.version, served.description.identity
+            with self._store.hold(model, version, identity=identity, with_rows=False, verify=False) as files:
+                work(Snapshot.open(files.path, verify=False, rows_here=False))
+
+        working = asyncio.ensure_future(asyncio.to_thread(run))
+        try:
+            await asyncio.shield(working)
+        except asyncio.CancelledError:
+            # Its replicas must not end under it, which would wait for them for good.
+            await ended(working)
+            raise

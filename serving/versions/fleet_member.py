@@ -52,11 +52,13 @@ from serving.errors import RankingModelError
 from serving.formats.requests import RankRequest
 from serving.observe.watch import Readiness
 from serving.rank.service import RankingService
+from serving.settings import WhenStale
 from serving.versions.dense_steps import DENSE_POLL_S, DenseSteps, poll
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
+from shard_node.freshness import FreshnessBound
 from shard_node.node import LocalShard, NodeInfo, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.tls import client_context
@@ -78,7 +80,8 @@ class ServingConfig(LoadOptions):
     """A serving process of a fleet; checking files takes at most `stage_cpu_share` of one core.
 
     `falls_back`: the only process of its fleet serves the store's next older version in place of one that is refused.
-    Versions are warmed by golden requests and the last that were recorded in the folder `record`.
+    Versions are warmed by golden requests and the last that were recorded in the folder `record`. `dense_step_wait_s`
+    is that of `DenseSteps`.
     """
 
     node_id: NodeId
@@ -86,6 +89,9 @@ class ServingConfig(LoadOptions):
     falls_back: bool = False
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
     record: Path | None = None
+    max_staleness: Mapping[str, float] = {}
+    when_stale: Mapping[str, WhenStale] = {}
+    dense_step_wait_s: float = Field(default=30.0, ge=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +185,12 @@ class FleetMember:
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
         self._store = open_store(config.store)
-        self._dense = DenseSteps(fleet, self._store, service.metrics, service.clock)
+        self._dense = DenseSteps(fleet, self._store, service.metrics, service.clock, config.dense_step_wait_s)
         self._memory: tuple[float, int] = (float("-inf"), 0)
         self._tasks: list[asyncio.Task[None]] = []
         self.directory = ReplicaDirectory(service.clock)
         self.agent = Agent(fleet, self, agent_config, service.clock)
+        service.watch.registry_problem = lambda: fleet.foreign
 
     async def load(self) -> None:
         """Begin, and return once each expected model is live. The process is in the fleet until `leave`.
@@ -235,6 +242,7 @@ class FleetMember:
         504 if its shards can't be asked now, else if it must not be served.
         """
         published = await self.fleet.version(model, version)
+        await self.fleet.check_identity()
         if published is None:
             problem = f"version {version} of model {model!r} is not on record as published"
             raise UnavailableError(problem, kind="not_ready")
@@ -301,7 +309,7 @@ class FleetMember:
                 "stats": served.counter.stats(),
                 "hot": self._hot_reports.get(key),
                 "dense_step": served.dense_step,
-                "dense_refused": self._dense.refused[key][1] if key in self._dense.refused else "",
+                "dense_refused": self._dense.refused[key][1] if key in self._dense.refused else served.dense_fallback,
             }
             report = report or VersionReport(model=served.model, version=served.version, state="ready")
             reports.append(report.model_copy(update=update))
@@ -330,7 +338,7 @@ class FleetMember:
 
     async def _topology(self, model: str, version: int, num_shards: int | None) -> FleetRecord:
         """Return how the fleet divides a version. Raises UnavailableError unless each shard has a node with it."""
-        self.directory.update(await self.fleet.nodes())
+        await self._watch_nodes()
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
         topology = await self.fleet.fleet() or self.directory.topology()
         if topology is None:
@@ -371,6 +379,10 @@ class FleetMember:
                     hot=hot,
                 )
                 kept.push(closing.pop_all())
+                if (action := self._config.when_stale.get(served.model, "answer")) != "answer":
+                    bound = FreshnessBound(max_age_ms=int(1000 * self._config.max_staleness[served.model]))
+                    for ranking in served.rankings:
+                        ranking.desired, ranking.required = bound, bound if action == "refuse" else None
                 requests.extend(warming_requests(served, snapshot, self._config.record))
                 return served
 
@@ -468,4 +480,6 @@ class FleetMember:
         return self._service.generations.live_versions().keys() >= set(expected)
 
     async def _watch_nodes(self) -> None:
-        self.directory.update(await self.fleet.nodes())
+        nodes = await self.fleet.nodes()
+        await self.fleet.check_identity(self.agent.desired.values())
+        self.directory.update(nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ from serving.rank.batcher import Batcher
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
 from shard_node.access_counts import LookupSampler
-from shard_node.answer import STORED_AND_FLOAT16
+from shard_node.answer import STORED_AND_FLOAT16, UNKNOWN_SEQUENCE
 from shard_node.bags import KeyedBags
 from shard_node.node import LocalShard, NodeInfo, Shard, ShardNode
 from shard_node.wire.tls import TlsClientConfig
@@ -91,7 +92,8 @@ class LoadedVersion:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
     `batcher` queues its requests; `access` has the counts of lookups that this process answers itself,
-    without a shard node; `dense_step` is the newest step of weights that it may answer with, 0 for the snapshot's.
+    without a shard node; `dense_step` is the newest step of weights that it may answer with, 0 for the snapshot's;
+    `dense_record` its record; `dense_fallback` says why the snapshot's answer in place of a step, "" if they do not.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class LoadedVersion:
         self.schema, self.description = schema, description
         self.counter, self.checked, self.access = counter, checked, access
         self.batcher, self._replicas, self._on_close = batcher, replicas, on_close
-        self.dense_step = 0
+        self.dense_step, self.dense_fallback = 0, ""
+        self.dense_record: DenseStep | None = None
 
     @classmethod
     def load(
@@ -215,9 +218,10 @@ class LoadedVersion:
             )
         return nodes
 
-    async def accepts_dense(self) -> bool:
-        """Return whether the step before answers: a new one would take its place. Raises ShardrankError."""
-        active = [asyncio.wrap_future(replica.call(Ranking.weights_active)) for replica in self._replicas]
+    async def accepts_dense(self, sequence: float = math.inf) -> bool:
+        """Return whether a step that needs the delta `sequence` may replace the one before. Raises ShardrankError."""
+        is_active = partial(Ranking.weights_active, sequence=sequence)
+        active = [asyncio.wrap_future(replica.call(is_active)) for replica in self._replicas]
         return all(await asyncio.gather(*active))
 
     def change_dense(
@@ -248,7 +252,21 @@ class LoadedVersion:
             ranking.stage_weights(parts)
 
         _on_all(replicas, offer)
-        self.dense_step = record.step
+        self.dense_step, self.dense_record = record.step, record
+
+    def use_snapshot_weights(self, snapshot: Snapshot) -> None:
+        """Answer with the snapshot's weights, which its load has checked, and forget all dense steps. Blocks."""
+        replicas = cast("list[Replica]", self._replicas)
+        current = replicas[0].ranking.parts
+        models = DeviceCopies(load_model(snapshot.spec, snapshot.dense_tensors(), current.dtype))
+        parts = replace(current, models=models, dense_step=0, min_sequence=UNKNOWN_SEQUENCE)
+
+        async def use(ranking: Ranking) -> None:
+            ranking.set_weights(parts)
+            ranking.stage_weights(parts)
+
+        _on_all(replicas, use)
+        self.dense_step, self.dense_record = 0, None
 
     def close(self) -> None:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""

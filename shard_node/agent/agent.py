@@ -39,6 +39,7 @@ class Remembered:
 
     That is the highest epoch of what is wanted and of each rollout, and what was published of the versions in use, of
     `models` only, if given. All but what is wanted is read every `poll_every_s`. `is_read` once what is wanted was.
+    A registry of another id is given nothing, and nothing of it is remembered. Streams are their publishers' to mend.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Remembered:
     async def refresh(self) -> None:
         """Read what is wanted; write back what is missing, or older than what is known. Raises RegistryError."""
         read = await self._fleet.wanted()
+        # Records without an id are of releases that wrote none.
+        await self._fleet.check_identity(self.desired.values(), create=bool(read))
         self.is_read = True
         for model, record in read.items():
             known = self.desired.get(model)

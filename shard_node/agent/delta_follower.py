@@ -32,12 +32,11 @@ from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.tables import Frozen
 from shard_node.buckets import Partition
 from shard_node.engine.base import WritableRows
+from shard_node.errors import MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
 
 logger = logging.getLogger(__name__)
 
-WRITE_BYTES: Final = 512 << 10
-"""Copied while lookups wait: some tenths of a millisecond."""
 RETRY_S: Final = 10.0
 """After a follower that could not go on; its stream may be whole again."""
 CATCH_UP_LIMIT_S: Final = 60.0
@@ -148,7 +147,7 @@ class DeltaFollower:
             slices = layout.slices.get(stated.table)
             if slices is None:
                 raise DeltaFormatError(f"{self._where}: {name} is for table {stated.table!r}, which it does not have")
-            heads: dict[int, bytes] = {}
+            heads, written = dict[int, bytes](), 0
             if isinstance(stated, Commit):
                 if stated.predecessor == NOTHING:
                     position.heads.clear()  # Nor did its publisher know the last parts.
@@ -156,20 +155,12 @@ class DeltaFollower:
                 batch, heads = stated.decode_parts(self._partitions[stated.table], pieces, position.heads)
             else:
                 batch = stated
-            written = 0 if batch is None else self._write(batch, slices)
+            if batch is not None:
+                batch.check_table(*(layout.tables[number] for number in slices))
+                written = self._engine.write_rows(slices if batch.column_dims else slices[0], batch.rows, batch.stored)
             position.heads.update(heads)
             position.digest, position.is_chained = entry_digest(entry.payload), batch is not stated
             position.applied(stated.sequence, stated.published_at, written, self._clock())
-
-    def _write(self, batch: DeltaBatch, slices: tuple[int, ...]) -> int:
-        batch.check_table(*(self._engine.layout.tables[number] for number in slices))
-        table = slices if batch.column_dims else slices[0]
-        written = 0
-        step = max(1, WRITE_BYTES // batch.stored.shape[1])
-        for begin in range(0, batch.rows.size, step):
-            end = begin + step
-            written += self._engine.write_rows(table, batch.rows[begin:end], batch.stored[begin:end])
-        return written
 
     def _is_next(self, entry: StreamEntry, stated: Commit | DeltaBatch) -> bool:
         """Return whether an entry follows what was applied, or was applied. Raises DeltaError if it is neither."""
@@ -228,10 +219,12 @@ class DeltaFollower:
                 logger.warning("%s: deltas wait until the registry answers: %s", self._where, error)
             self._silent = True
             return config.retry_s
-        except DeltaError as error:
-            if refused != str(error):
+        except (DeltaError, MemoryBudgetError) as error:
+            # How much memory is left differs each time.
+            reason = str(error) if isinstance(error, DeltaError) else f"{self._where} has no memory for the next delta"
+            if refused != reason:
                 logger.error("a delta is not applied: %s", error)
-            self._position.refused(str(error), forked=error.kind == "delta_fork")
+            self._position.refused(reason, forked=error.kind == "delta_fork")
             if error.kind in ("delta_fork", "delta_gap"):
                 raise
             return config.retry_s

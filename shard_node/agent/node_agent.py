@@ -190,6 +190,7 @@ class NodeActions:
     ) -> AsyncIterator[LoadedTables]:
         """Yield tables that may catch up for `limit_s`; they are closed if the block fails."""
         published = await self._fleet.version(model, version)
+        await self._fleet.check_identity()
         if published is None:
             raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
         config = self._config
@@ -227,6 +228,7 @@ class NodeActions:
         try:
             if limit_s != 0:
                 await catch_up(self._fleet.registry, model, version, tables, limit_s)
+                await self._fleet.check_identity()
             yield tables
         except BaseException:
             tables.close()
@@ -241,7 +243,8 @@ class NodeActions:
             loaded = {version: each for (name, version), each in self._generations().items() if name == model}
             if desired.live in loaded and loaded[desired.live].state != "live":
                 self._node.generations.flip(model, desired.live)
-            follow = {version: loaded[version].payload for version in desired.follow if version in loaded}
+            followed = () if self._fleet.foreign else desired.follow
+            follow = {version: loaded[version].payload for version in followed if version in loaded}
             await self._followers.reconcile(model, follow)
         for version, tables in follow.items():
             before = self._mending.get((model, version))
@@ -345,6 +348,8 @@ class NodeActions:
             return {"": "it has not joined its fleet yet"}
         if announced.draining:
             return {"": "it is leaving its fleet"}
+        if self._fleet.foreign:
+            return {"": self._fleet.foreign}
         reasons = {desired.model: self._problem(announced, desired) for desired in list(agent.desired.values())}
         return {model: reason for model, reason in reasons.items() if reason}
 

@@ -31,7 +31,7 @@ from shard_node.cuda.card_rows import ArenaOnCards, CardRows, LookupCounts, Writ
 from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.kernel_params import CHUNK_BYTES, MODES, OUT_DTYPES, BatchParams, OutDtype
 from shard_node.cuda.uploads import RowWriter, Upload, capacity_for
-from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
+from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, write_pieces
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
 
@@ -367,7 +367,8 @@ class CardEngine:
         """
         if self._writer is None:
             raise ValueError("the engine is closed")
-        return self._writer.write(table, rows, stored)
+        writer = self._writer
+        return sum(writer.write(table, rows[piece], stored[piece]) for piece in write_pieces(stored))
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Bytes held, by card and tier: rows and places of each card, its copies of hot rows, and, once, the host's."""

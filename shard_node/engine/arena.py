@@ -33,12 +33,14 @@ from shard_node.errors import InvalidBagsError
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
+PAGE_BYTES = mmap.PAGESIZE
 
 
 class Arena:
     """Rows of one width and dtype, and the call that pools them.
 
     `rows`, uint8 [slots, row_bytes], contiguous, are kept and not copied. `bytes_of_cards` says whose they are.
+    `is_private`, bool [pages], is which pages of mapped rows were changed, and are memory of this process.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Arena:
         # One item per row: NumPy copies such whole, several times faster than bytes.
         self._items = rows.view(f"V{rows.shape[1]}").reshape(-1)
         self._rows = as_tensor(dtype, rows)
+        self._first_byte = rows.ctypes.data % PAGE_BYTES
+        self.is_private = np.zeros((self._first_byte + rows.nbytes) // PAGE_BYTES + 1, np.bool_)
 
     def pool(self, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None) -> Float32Array:
         """Sum the rows of each bag as `pool_rows`: float32 [b, embedding_dim]. Slots are positions in this arena."""
@@ -69,6 +73,13 @@ class Arena:
     def take(self, slots: Int64Array) -> npt.NDArray[np.uint8]:
         """Copy rows as they are stored, uint8 [n, row_bytes], from int64 [n] slots that the caller has checked."""
         return self._items.take(slots).view(np.uint8).reshape(slots.size, self._bytes.shape[1])
+
+    def shared_pages(self, slots: Int64Array) -> Int64Array:
+        """Return the numbers of the pages with rows of these slots, int64 [n], that are not private yet."""
+        row_bytes = self._bytes.shape[1]
+        offsets = np.append(np.arange(0, row_bytes, PAGE_BYTES), row_bytes - 1)
+        pages = np.unique((self._first_byte + slots[:, None] * row_bytes + offsets) // PAGE_BYTES)
+        return np.compress(~self.is_private[pages], pages)
 
     def touch(self, slots: Int64Array) -> None:
         """Bring the pages of these slots into memory, as this arena's own, so that `write` is but a copy.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +89,7 @@ class ArenaLoad(TableLoad):
         table_bytes = [count * size for count, size in zip(rows, self._row_bytes, strict=True)]
         self._tiers = choose_tiers(table_bytes, memory_budget_bytes)
         self._arenas: list[Arena] = []
+        self._claim_pages: Callable[[int], object] = int
         self._progress = no_progress
         self._total_bytes = sum(size for size, tier in zip(table_bytes, self._tiers, strict=True) if tier == "ram")
         self._mapped_bytes = sum(table_bytes) - self._total_bytes
@@ -95,7 +97,9 @@ class ArenaLoad(TableLoad):
 
     def take(self, memory: RowMemory) -> Sequence[Claim]:
         """As `TableLoad.take`."""
-        return [memory.take(self._total_bytes)]
+        claim = memory.take(self._total_bytes)
+        self._claim_pages = partial(memory.take, into=claim)
+        return [claim]
 
     def build(self, progress: Progress) -> CpuEngine:
         """As `TableLoad.build`."""
@@ -111,7 +115,7 @@ class ArenaLoad(TableLoad):
                 places.append(self._place_in_ram(number, filling) if in_ram else self._place_mapped(number))
             group_arenas.append(range(first_arena, len(self._arenas)))
         placement = Placement(self._layout, places)
-        return CpuEngine(self._layout, self._arenas, group_arenas, placement, self._tiers)
+        return CpuEngine(self._layout, self._arenas, group_arenas, placement, self._tiers, self._claim_pages)
 
     def _allocate(self, first_table: int, end_table: int) -> _Filling:
         """Allocate one arena for a group's rows in RAM, whichever cards they are for: RAM is one memory."""

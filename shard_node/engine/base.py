@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -51,6 +52,12 @@ class CardsUse:
     not_here: int
 
 
+def write_pieces(stored: npt.NDArray[np.uint8]) -> Iterator[slice]:
+    """Yield parts of rows, uint8 [n, row_bytes], that are copied while lookups wait: some tenths of a millisecond."""
+    step = max(1, (512 << 10) // stored.shape[1])
+    return (slice(begin, begin + step) for begin in range(0, stored.shape[0], step))
+
+
 class WritableRows(Protocol):
     """Holds rows that can be replaced while they are looked up. Thread-safe."""
 
@@ -60,15 +67,16 @@ class WritableRows(Protocol):
         ...
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
-        """Replace rows, between pooling: a `pool` sees all of these rows as they were before, or all as they are now.
+        """Replace rows, between pooling: a `pool` sees each of them as it was before, or as it is now.
 
-        Pooling waits for it, so hand over as few rows as can be copied in a millisecond. `table` is its number in the
+        Pooling waits for each of `write_pieces`, all rows of which change together. `table` is its number in the
         layout; or those of several, such as the slices of a wide one, whose rows of the same numbers change together.
         `rows` are int64 [n], ascending, none twice; those that another node holds are left out. `stored` is uint8
         [n, row_bytes], as the table's codec encodes them; of several tables, side by side.
 
         Returns how many of the rows are on this engine, those of several tables added up. Raises InvalidBagsError for
-        no such table or row, or arrays of another shape or dtype. Nothing was written then.
+        no such table or row, or arrays of another shape or dtype, MemoryBudgetError if there is no memory for what has
+        to be changed. Nothing was written then.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +12,13 @@ import numpy.typing as npt
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer, StoredRows, group_keys, travel_as_stored
 from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
-from shard_node.engine.arena import NOT_HERE, Arena, Placement
-from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier
+from shard_node.engine.arena import NOT_HERE, PAGE_BYTES, Arena, Placement
+from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier, write_pieces
 from shard_node.generation import RowLock
 from shard_node.split import add, split
 
 Of = TypeVar("Of")
+CLAIM_BYTES: Final = 1 << 20  # For pages of mapped tables, at a time.
 
 
 class _GroupArenas(NamedTuple):
@@ -35,7 +36,7 @@ class CpuEngine:
     go of the interpreter lock while it reads rows. Rows are written while no call pools.
 
     `group_arenas` has, for each group of the layout, the numbers of the arenas that hold its rows; `tiers` are those of
-    the tables.
+    the tables. `claim` claims bytes of memory for changed pages of mapped tables, or raises MemoryBudgetError.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class CpuEngine:
         group_arenas: Sequence[range],
         placement: Placement,
         tiers: Sequence[Tier],
+        claim: Callable[[int], object] = int,
     ) -> None:
         self.layout = layout
         self._arenas = list(arenas)
@@ -61,6 +63,7 @@ class CpuEngine:
         self.access = LookupSampler(layout)
         self._row_lock = RowLock()
         self._writing = threading.Lock()
+        self._claim, self._private_bytes = claim, 0
 
     def pool(self, bags: KeyedBags) -> list[Float32Array]:
         """As `Engine.pool`."""
@@ -74,7 +77,26 @@ class CpuEngine:
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`."""
         by_table = self.layout.rows_by_table(table, rows, stored)
-        return self.write_together([(number, rows, of_table) for number, of_table in by_table])
+        self._claim_pages([number for number, _ in by_table if self._tiers[number] == "mapped"], rows)
+        return sum(
+            self.write_together([(number, rows[piece], of_table[piece]) for number, of_table in by_table])
+            for piece in write_pieces(stored)
+        )
+
+    def _claim_pages(self, tables: Sequence[int], rows: Int64Array) -> None:
+        """Claim the memory that pages of these mapped tables take once these rows of them are written."""
+        pages: list[tuple[Arena, Int64Array]] = []
+        for table in tables:
+            arenas, slots = self._placement.locate_rows(table, rows)
+            for number in np.unique(arenas[arenas != NOT_HERE]).tolist():
+                pages.append((self._arenas[number], self._arenas[number].shared_pages(slots[arenas == number])))
+        private_bytes = self._private_bytes + PAGE_BYTES * sum(numbers.size for _, numbers in pages)
+        before, now = (-(-size // CLAIM_BYTES) * CLAIM_BYTES for size in (self._private_bytes, private_bytes))
+        if now > before:
+            self._claim(now - before)
+        self._private_bytes = private_bytes
+        for arena, numbers in pages:
+            arena.is_private[numbers] = True
 
     def write_together(self, writes: Sequence[tuple[int, Int64Array, npt.NDArray[np.uint8]]]) -> int:
         """Replace rows of several tables, each with rows of its own, between the same two lookups.
@@ -177,6 +199,8 @@ class CpuEngine:
         for arena in self._arenas:
             for card, size_bytes in arena.bytes_of_cards.items():
                 totals[card, arena.tier] = totals.get((card, arena.tier), 0) + size_bytes
+        if self._private_bytes:
+            totals[0, "ram"] = totals.get((0, "ram"), 0) + self._private_bytes
         return tuple(MemoryUse(card, tier, size) for (card, tier), size in sorted(totals.items()))
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:

@@ -131,8 +131,8 @@ class RowMemory:
         with self._lock:
             return sum(claim.sizes[0] for claim in self._claims if claim.is_active)
 
-    def take(self, size_bytes: int) -> Claim:
-        """Claim memory that is about to be allocated. Raises MemoryBudgetError, with the numbers."""
+    def take(self, size_bytes: int, into: Claim | None = None) -> Claim:
+        """Claim memory that is about to be allocated, `into` a claim or a new one. Raises MemoryBudgetError."""
         with self._lock:
             self._claims = [claim for claim in self._claims if claim.is_active]
             claimed = sum(claim.sizes[0] for claim in self._claims)
@@ -150,5 +150,7 @@ class RowMemory:
                     "Give a (smaller) memory budget to leave the largest tables in the mapped snapshot, "
                     "or roll replica by replica"
                 )
-            self._claims.append(claim := Claim((size_bytes,)))
-        return claim
+            if into is None:
+                self._claims.append(into := Claim((0,)))
+            into.sizes = (into.sizes[0] + size_bytes,)
+        return into

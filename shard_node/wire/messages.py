@@ -23,6 +23,7 @@ from shard_node import errors
 from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import RemoteError, WireError
+from shard_node.freshness import UNKNOWN_AGE_MS
 from shard_node.node import NodeInfo
 from shard_node.tracing import MAX_STATE_BYTES, SpanContext
 from shard_node.wire.frame import MAX_BUDGET_US, Body, Buffer, Frame, FrameType, pack_header
@@ -48,10 +49,12 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _BODY = struct.Struct("<II")
 _ARRAY = struct.Struct("<HHIQ")
 _VERSION_FIELD = struct.Struct("<Q")
+# An answer's fields: its sequence, and after it its age.
+_FRESHNESS = struct.Struct(""), _VERSION_FIELD, struct.Struct("<Qq")
 _ERROR_FIELDS = struct.Struct("<HHHH")
 _PADDING = bytes(8)
 _TRACE = struct.Struct(">QQQ")
-_TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE, _HAS_TRACE = 1, 2, 4, 8
+_TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE, _HAS_TRACE, _TAKES_AGE = 1, 2, 4, 8, 16
 
 _ERROR_OF_KIND: dict[str, type[ShardrankError]] = {
     error.kind: error for error in vars(errors).values() if getattr(error, "__module__", "") == errors.__name__
@@ -68,7 +71,8 @@ class PoolRequest:
     """A POOL frame as it was received: arrays are views into the frame, not yet checked to describe bags.
 
     Shapes are those of `KeyedBags`; bags_per_key, offsets and values are int32 or int64. `forms` are those
-    of an answer that its sender takes, `trace` is the span of the call, if it is sampled.
+    of an answer that its sender takes, and `num_fields` of its fields; `trace` is the span of the call, if it is
+    sampled.
     """
 
     model: str
@@ -79,7 +83,7 @@ class PoolRequest:
     values: npt.NDArray[np.integer[Any]]
     weights: Float32Array | None
     forms: ReplyEncoding = FLOAT32_SUMS
-    takes_sequence: bool = False
+    num_fields: int = 0
     trace: SpanContext | None = None
 
     def bags(self) -> KeyedBags:
@@ -115,7 +119,7 @@ def encode_pool(
     if bags.weights is not None:
         arrays.append(np.ascontiguousarray(bags.weights, _FLOAT32))
     fields = _version_and_model(version, model)
-    note = _TAKES_SEQUENCE | _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
+    note = _TAKES_SEQUENCE | _TAKES_AGE | _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
     if trace is not None:
         note |= _HAS_TRACE
         ids = _TRACE.pack(trace.trace_id >> 64, trace.trace_id & (2**64 - 1), trace.span_id)
@@ -141,7 +145,7 @@ def decode_pool(frame: Frame) -> PoolRequest:
         _flat(arrays[3], "POOL values", _INT32, _INT64),
         _flat(arrays[4], "POOL weights", _FLOAT32) if len(arrays) == 5 else None,
         ReplyEncoding(bool(note & _TAKES_STORED), bool(note & _TAKES_FLOAT16)),
-        bool(note & _TAKES_SEQUENCE),
+        0 if not note & _TAKES_SEQUENCE else 2 if note & _TAKES_AGE else 1,
         trace,
     )
 
@@ -155,14 +159,15 @@ def _decode_trace(array: Array) -> SpanContext:
     return SpanContext(high << 64 | low, span_id, _text(memoryview(data)[_TRACE.size :], "POOL trace state"))
 
 
-def encode_answer(request_id: int, answer: Answer, *, tell_sequence: bool = False) -> list[Buffer]:
+def encode_answer(request_id: int, answer: Answer, num_fields: int = 0) -> list[Buffer]:
     """Encode a POOLED frame, sums for each group; or a STORED one, the sums of all groups, then all stored rows.
 
-    With `tell_sequence` its field is the answer's sequence. The buffers look into the arrays: don't change those.
+    Its fields, `num_fields` of them if they are known, are the answer's sequence and its age. The buffers look into the
+    arrays: don't change those.
     """
     arrays = [*answer.sums, *(answer.stored or ())]
-    has_sequence = tell_sequence and answer.sequence != UNKNOWN_SEQUENCE
-    fields = _VERSION_FIELD.pack(answer.sequence) if has_sequence else b""
+    num_fields = 0 if answer.sequence == UNKNOWN_SEQUENCE else num_fields
+    fields = _FRESHNESS[num_fields].pack(*(answer.sequence, answer.age_ms)[:num_fields])
     frame_type = FrameType.POOLED if answer.stored is None else FrameType.STORED
     return _encode(frame_type, request_id, fields, list(map(np.ascontiguousarray, arrays)))
 
@@ -171,16 +176,17 @@ def decode_answer(frame: Frame, asked_bytes: int = 0) -> Answer:
     """Read a POOLED or STORED frame that answers one of so many bytes: its arrays are views into the frame."""
     what = FrameType(frame.header.frame_type).name
     fields, arrays = _decode(frame.body, what)
-    if len(fields) not in (0, _VERSION_FIELD.size):
-        raise WireError(f"{what} fields have {len(fields)} bytes, allowed are 0 and {_VERSION_FIELD.size}")
-    sequence = _VERSION_FIELD.unpack(fields)[0] if len(fields) else UNKNOWN_SEQUENCE
+    if len(fields) not in (sizes := [field.size for field in _FRESHNESS]):
+        raise WireError(f"{what} fields have {len(fields)} bytes, allowed are {sizes}")
+    num_fields = sizes.index(len(fields))
+    freshness = _FRESHNESS[num_fields].unpack(fields) + (UNKNOWN_SEQUENCE, UNKNOWN_AGE_MS)[num_fields:]
     count, stored = len(arrays), None
     if what == "STORED":
         if count % 2:
             raise WireError(f"STORED num_arrays is {count}, there must be two for each group")
         count //= 2
         stored = _rows(arrays[count:], "STORED rows", _UINT8)
-    return Answer(_rows(arrays[:count], f"{what} sums", _FLOAT32, _FLOAT16), stored, asked_bytes, sequence)
+    return Answer(_rows(arrays[:count], f"{what} sums", _FLOAT32, _FLOAT16), stored, asked_bytes, *freshness)
 
 
 def encode_info(request_id: int) -> list[Buffer]:

@@ -269,7 +269,7 @@ class RequestHandler:
             if late_s >= 0:
                 raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
             pooled = self._node.answer(request.model, request.version, request.bags(), request.forms)
-            answer = self._fitting(encode_answer(request_id, pooled, tell_sequence=request.takes_sequence))
+            answer = self._fitting(encode_answer(request_id, pooled, request.num_fields))
         except Exception as error:
             answer, failure = self.failure(request_id, error), error_text(error)
         self._tell(request, answer, received, began, failure)

@@ -217,7 +217,7 @@ async def test_rows_are_never_older_than_the_tier(nodes):
         # Others are looked up in every third turn: sets change.
         hot = np.repeat(np.array(rows[turn % 30 // 10 * 5 :][:10], np.int64), 80)
         await lookup(router, nodes.snapshot, bags_of(hot))
-        with keeper.rows.used() as (found, before):
+        with keeper.rows.used() as (found, before, _):
             for row, values in held(found, "user").items():
                 if row in written:
                     least = [value for number, value in written[row] if number <= before][-1]

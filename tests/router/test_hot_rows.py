@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +15,21 @@ from loader.access_counts import AccessCounter
 from router.errors import HotRowsError
 from router.hot_rows import ROW_OVERHEAD_BYTES, HotIndex, HotRows, HotRowsConfig, HotSet
 from shard_node.access_counts import TABLE_SHIFT
+from shard_node.answer import ReplyEncoding
 from shard_node.bags import KeyedBags
+from shard_node.freshness import FreshnessBound
+from shard_node.node import LocalShard
 from shardrank_testing.snapshots import make_spec
-from shardrank_testing.topologies import StoredModel, Topology, hold, hot_keys, local_router, lookup
+from shardrank_testing.topologies import (
+    StoredModel,
+    Topology,
+    hold,
+    hot_keys,
+    local_router,
+    lookup,
+    make_node,
+    make_router,
+)
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
 KEYS = st.integers(0, 40).flatmap(lambda table: st.integers(0, 2**32 - 1).map(lambda row: (table << TABLE_SHIFT) + row))
@@ -130,13 +144,41 @@ def test_a_row_update_reaches_the_set_in_use_and_the_next(stores):
     assert hot.current.read(numbers)[number].tobytes() == new[:2].tobytes()
 
 
+@pytest.mark.parametrize(
+    ("copies", "bound", "is_used"),
+    [
+        ((3.0, False), None, True),
+        ((3.0, False), FreshnessBound(max_age_ms=9000), True),
+        ((30.0, False), FreshnessBound(max_age_ms=9000), False),
+        ((30.0, False), FreshnessBound(min_sequence=2), False),
+        ((3.0, True), None, False),
+    ],
+)
+def test_copies_are_as_old_as_their_stream_and_left_out_beyond_a_bound(stores, copies, bound, is_used):
+    stored, (age_s, forked), now = stores["fp32"], copies, time.time()
+    hot, plan = HotRows(stored.layout), Topology(shards=2).plan(stored.spec)
+    hold(hot, stored.snapshot, hot_keys(stored.layout, {"genre": list(range(19))}))
+    hot.deltas.applied(1, now - age_s, 0, now - age_s)
+    hot.deltas.now = replace(hot.deltas.now, forked=forked)
+    nodes = [make_node(stored.snapshot, plan, shard) for shard in range(2)]
+    for node in nodes:
+        node.generations.payload(stored.spec.model, stored.snapshot.version).deltas.applied(2, now - 1, 0, now - 1)
+    router = make_router(stored.snapshot, plan, [LocalShard(node) for node in nodes], hot)
+    bags = stored.bags(np.random.default_rng(7), 6, 4, min_hotness=1)
+    embeddings = asyncio.run(lookup(router, stored.snapshot, bags, forms=ReplyEncoding(stored=True, bound=bound)))
+    stored.check(bags, embeddings)
+    assert bool(hot.counts()[1].sum()) == is_used
+    assert embeddings.sequence == (1 if is_used else 2)
+    assert (embeddings.age_ms >= 3000) == is_used
+
+
 def test_a_set_in_use_keeps_its_delta(stores):
     stored = stores["fp32"]
     hot, keys = HotRows(stored.layout), hot_keys(stored.layout, {"city": [3]})
     hold(hot, stored.snapshot, keys)
     hot.deltas.applied(7, 1.0, 0, 1.0)
     numbers = np.array([0])
-    with hot.used() as (taken, sequence):
+    with hot.used() as (taken, sequence, _):
         rows = b"".join(map(bytes, taken.read(numbers)))
         pending = HotSet(stored.layout, keys)
         hot.begin(pending)
@@ -148,7 +190,7 @@ def test_a_set_in_use_keeps_its_delta(stores):
         assert replaced is taken
         assert b"".join(map(bytes, taken.read(numbers))) == rows
         assert sequence == 7
-        with hot.used() as (current, newer):
+        with hot.used() as (current, newer, _):
             assert b"".join(map(bytes, current.read(numbers))) == bytes([1] * 16)
             assert newer == 8
     replaced.close()

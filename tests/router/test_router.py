@@ -224,7 +224,7 @@ def test_mapping_and_waiting_are_measured_apart(stores, shards, wait_s):
     nodes = [make_node(stored.snapshot, plan, shard) for shard in range(shards)]
     mapper.map = slow(mapper.map, clock, 2.0)
     for node in nodes:
-        node.pool_with_sequence = slow(node.pool_with_sequence, clock, 5.0)
+        node.answer = slow(node.answer, clock, 5.0)
     router = Router(stored.schema, mapper, plan, [LocalShard(node) for node in nodes], clock)
     times = look_up(router, stored, single_ids(stored, "film", range(256))).times
     assert (times.map_s, times.split_s, times.shard_wait_s, times.add_s) == (2.0, 0.0, wait_s, 0.0)
@@ -280,8 +280,8 @@ def router_of(stored: StoredModel, **changes: Any) -> tuple[Router, list[KeyedBa
     tables = [{**table.model_dump(), **changes} for table in stored.spec.tables]
     spec = ModelSpec.model_validate({**stored.spec.model_dump(), "tables": tables})
     schema, node, sent = FeatureSchema.of(spec), make_node(stored.snapshot, Plan.make(stored.spec), 0), []
-    pool = node.pool_with_sequence
-    node.pool_with_sequence = lambda model, version, bags: sent.append(bags) or pool(model, version, bags)
+    pool = node.answer
+    node.answer = lambda model, version, bags: sent.append(bags) or pool(model, version, bags)
     return Router(schema, IdMapper(schema, {}), Plan.make(spec), [LocalShard(node)]), sent
 
 

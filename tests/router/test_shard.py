@@ -8,6 +8,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ import pytest
 from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.reader import Snapshot
 from router.outliers import ReplicaEvents, ReplicaPolicy
-from router.shard import ReplicaSource, ReplicatedShard
+from router.shard import STALE_S, ReplicaSource, ReplicatedShard
 from router.shard_client import ShardClient
-from shard_node.answer import Answer
+from shard_node.answer import Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.engine.loading import load_tables
+from shard_node.freshness import FORKED_AGE_MS, FreshnessBound
 from shard_node.node import ShardNode
 from shard_node.tracing import TRACED_LOOKUP, SpanContext, TracedLookup
 from shard_node.wire.address import Address
@@ -118,10 +120,11 @@ class Fleet:
     def address(self, number: int) -> Address:
         return Address(path=f"{self.folder}/{number}.sock")
 
-    def node(self, sequence: int = 0) -> ShardNode:
-        """Return a node with all rows that has applied `sequence` deltas."""
+    def node(self, sequence: int = 0, age_s: float = 600.0, *, forked: bool = False) -> ShardNode:
+        """Return a node with all rows that has applied `sequence` deltas, all that came before an age."""
         node = make_node(self.snapshot, PLAN, 0)
-        node.generations.payload(SPEC.model, self.snapshot.version).deltas.applied(sequence, 0.0, 1, 0.0)
+        deltas = node.generations.payload(SPEC.model, self.snapshot.version).deltas
+        deltas.now = replace(deltas.now, sequence=sequence, fresh_at=time.time() - age_s, forked=forked)
         return node
 
     async def start(self, *numbers: int, node: ShardNode | None = None) -> None:
@@ -176,8 +179,9 @@ class Fleet:
         await shard.connect(time.monotonic() + 30)
         return shard
 
-    async def answer(self, shard: ReplicatedShard, timeout_s: float = 30.0) -> Answer:
-        return await shard.pool(SPEC.model, self.snapshot.version, BAGS, time.monotonic() + timeout_s)
+    async def answer(self, shard: ReplicatedShard, timeout_s: float = 30.0, bound: Any = None) -> Answer:
+        forms = ReplyEncoding(bound=bound)
+        return await shard.pool(SPEC.model, self.snapshot.version, BAGS, time.monotonic() + timeout_s, forms)
 
     async def ask(self, shard: ReplicatedShard, times: int = 1, timeout_s: float = 30.0) -> None:
         """Call it; answers must be right."""
@@ -394,6 +398,55 @@ async def test_a_replica_without_version_or_deltas_comes_last(fleet, sequences, 
     for _ in range(6 if answered == 3 else 1):
         assert (await fleet.answer(shard)).sequence == answered
     assert fleet.events == events
+
+
+@pytest.mark.parametrize("bound", [FreshnessBound(max_age_ms=60_000), FreshnessBound(min_sequence=3)])
+async def test_a_lookup_with_a_bound_is_sent_to_a_replica_within_it(fleet, bound):
+    """The other one is as good as before for lookups without a bound, and tried again after a while."""
+    await fleet.start(0, node=fleet.node(2))
+    await fleet.start(1, node=fleet.node(3, age_s=10.0))
+    shard = fleet.shard(0, 1)
+    for _ in range(6):
+        answer = await fleet.answer(shard, bound=bound)
+        assert (answer.sequence, 10_000 <= answer.age_ms <= 60_000) == (3, True)
+    assert (fleet.events, fleet.lookups) == (["rows_stale"], {0: 1, 1: 6})
+    await fleet.ask(shard, 4)
+    assert fleet.lookups == {0: 3, 1: 8}
+    for replica in shard._replicas:
+        replica.old_until -= STALE_S
+    assert [(await fleet.answer(shard, bound=bound)).sequence for _ in range(2)] == [3, 3]
+    assert fleet.events == ["rows_stale", "rows_stale"]
+
+
+async def test_a_bound_that_no_replica_meets_costs_no_budget_and_no_other_lookup(fleet):
+    await fleet.start(0, 1, node=fleet.node(3, age_s=10.0))
+    shard = fleet.shard(0, 1)
+    for max_age_ms in [0] * 20 + [0, 60_000] * 20:
+        assert (await fleet.answer(shard, bound=FreshnessBound(max_age_ms=max_age_ms))).sequence == 3
+    assert fleet.events == ["rows_stale"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bound", "answering"),
+    [
+        ([(2, 600.0, False), (2, 300.0, False)], FreshnessBound(max_age_ms=60_000), 1),
+        ([(2, 600.0, False), (1, 900.0, False)], FreshnessBound(max_age_ms=60_000), 0),
+        # Forked rows only where there are no others, however old these are.
+        ([(9, 0.0, True), (2, 600.0, False)], FreshnessBound(max_age_ms=60_000), 1),
+        ([(9, 0.0, True), (2, 600.0, False)], None, 1),
+        ([(9, 0.0, True)], None, 0),
+    ],
+)
+async def test_of_lagging_replicas_the_newest_answers(fleet, nodes, bound, answering):
+    for number, (sequence, age_s, forked) in enumerate(nodes):
+        await fleet.start(number, node=fleet.node(sequence, age_s, forked=forked))
+    shard, (sequence, _, forked) = fleet.shard(*range(len(nodes))), nodes[answering]
+    answer = await fleet.answer(shard, bound=bound)
+    assert (answer.sequence, answer.age_ms == FORKED_AGE_MS) == (sequence, forked)
+    assert ("!unfit" in fleet.events) == nodes[0][2]
+    if forked:
+        with raises_kind("shard_unavailable", match="has applied delta 9"):
+            await shard.pool_at(SPEC.model, fleet.snapshot.version, BAGS, time.monotonic() + 30, 3)
 
 
 async def test_replicas_are_exchanged_under_load(fleet):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,6 +14,7 @@ from router.plan import Plan
 from shard_node.answer import EXACT, FLOAT32_SUMS, ReplyEncoding, add_answers
 from shard_node.bags import TableLayout
 from shard_node.errors import GenerationNotFoundError, InvalidBagsError
+from shard_node.freshness import FORKED_AGE_MS, UNKNOWN_AGE_MS
 from shard_node.node import DeltaPosition, LoadedTables, ShardNode
 from shard_node.split import whole
 from shardrank_testing.bags import bags_of
@@ -65,19 +68,12 @@ def meanwhile(monkeypatch, loaded: LoadedTables, happens: Callable[[], None]) ->
         monkeypatch.setattr(loaded.engine, name, after(getattr(loaded.engine, name)))
 
 
-def pooled(node: ShardNode) -> tuple[np.ndarray, int]:
-    (sums,), sequence = node.pool_with_sequence(MODEL, VERSION, BAGS)
-    return sums, sequence
-
-
 def answered(node: ShardNode, forms: ReplyEncoding = FLOAT32_SUMS) -> tuple[np.ndarray, int]:
     answer = node.answer(MODEL, VERSION, BAGS, forms)
     return add_answers(TableLayout.of(SPEC), BAGS, [whole(BAGS)], [answer])[0], answer.sequence
 
 
-by_every_way = pytest.mark.parametrize(
-    "ask", [pooled, answered, partial(answered, forms=EXACT)], ids=["pooled", "sums", "stored"]
-)
+by_every_way = pytest.mark.parametrize("ask", [answered, partial(answered, forms=EXACT)], ids=["sums", "stored"])
 
 
 @by_every_way
@@ -89,6 +85,15 @@ def test_rows_come_with_their_last_applied_delta(node, ask):
         sums, reported = ask(node)
         np.testing.assert_array_equal(sums, rows(sequence))
         assert reported == sequence == node.generations.payload(MODEL, VERSION).deltas.sequence
+
+
+def test_answers_have_the_age_of_their_rows(node):
+    deltas = node.generations.payload(MODEL, VERSION).deltas
+    assert node.answer(MODEL, VERSION, BAGS).age_ms == UNKNOWN_AGE_MS
+    deltas.seen(0, time.time() - 3)
+    assert 3000 <= node.answer(MODEL, VERSION, BAGS).age_ms < 60_000
+    deltas.now = replace(deltas.now, forked=True)
+    assert node.answer(MODEL, VERSION, BAGS, EXACT).age_ms == FORKED_AGE_MS
 
 
 @by_every_way
@@ -124,16 +129,16 @@ def test_rows_and_their_delta_are_of_one_generation(node, tables, monkeypatch, a
     assert sequence == 0
     # A lookup that fails keeps no generation.
     with pytest.raises(GenerationNotFoundError, match="version 2 of model"):
-        node.pool_with_sequence(MODEL, 2, BAGS)
+        node.answer(MODEL, 2, BAGS)
     with pytest.raises(InvalidBagsError):
-        node.pool_with_sequence(MODEL, VERSION, BAGS.with_values(np.full(4, 99), None))
+        node.answer(MODEL, VERSION, BAGS.with_values(np.full(4, 99), None))
     assert [generation.leases for generation in node.generations.all()] == [0]
 
 
 def test_a_position_is_behind_until_all_deltas_are_applied():
     position = DeltaPosition(delta_base=3, last_delta=7)
     assert (position.sequence, position.snapshot().published_at) == (7, None)
-    assert position.snapshot().staleness_s(100.0) is None
+    assert position.snapshot().age_ms(100.0) == UNKNOWN_AGE_MS
     position = DeltaPosition(1, 0)
     position.seen(2, 100.0)
     position.seen(3, 101.0)
@@ -159,20 +164,20 @@ def test_a_position_catches_up_with_the_first_look():
     assert [*found, position.snapshot().has_caught_up] == [False, False, True, True]
 
 
-def test_staleness_counts_from_the_last_complete_moment():
+def test_age_counts_from_the_last_complete_moment():
     """A reason stays until the next delta is applied."""
     position = DeltaPosition(1, 0)
     position.seen(0, 100.0)
-    assert position.snapshot().staleness_s(100.5) == pytest.approx(0.5)
+    assert position.snapshot().age_ms(100.5) == 500
     position.seen(5, 110.0)
     position.refused("corrupt")
     position.seen(5, 110.0)
     assert (position.snapshot().reason, position.snapshot().refused) == ("corrupt", 1)
-    assert position.snapshot().staleness_s(110.0) == pytest.approx(10.0)
+    assert position.snapshot().age_ms(110.0) == 10_000
     position.applied(1, 104.0, 1, 111.0)
     assert position.snapshot().reason == ""
-    assert position.snapshot().staleness_s(111.0) == pytest.approx(7.0)
+    assert position.snapshot().age_ms(111.0) == 7000
     # A publisher's clock that is ahead makes nothing fresher than now.
     position.applied(2, 500.0, 1, 112.0)
-    assert position.snapshot().staleness_s(112.0) == 0.0
+    assert position.snapshot().age_ms(112.0) == 0
     assert position.snapshot().published_at == 500.0

@@ -124,7 +124,7 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
         trailers.append((b"grpc-message", _OUTER_SPACE.sub("%20", quoted).encode()))
     if kind:
         trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
-    if kind in (OverloadedError.kind, "buffer_full"):
+    if kind in (OverloadedError.kind, "buffer_full", "rows_stale"):
         trailers.append((b"grpc-retry-pushback-ms", b"%d" % (1000 * RETRY_AFTER_S)))
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from loader.errors import RegistryUnavailableError, RolloutError
 from loader.registry import open_registry
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import COORDINATOR_LOCK, WANTED, rollout_key, wanted_key
+from loader.registry.fleet import COORDINATOR_LOCK, WANTED, FleetRegistry, WantedModel, rollout_key, wanted_key
 from loader.rollout.coordinator import Coordinator
 from shardrank_testing.interrupted_registry import InterruptedRegistry, KilledError
 from shardrank_testing.registries import redis_server
@@ -237,6 +237,29 @@ async def test_a_coordinator_restores_what_the_registry_forgot(fleet, caplog):
     await fleet.coordinator.tick()
     assert (await fleet.rollout()).step == "retire_serving"
     assert caplog.text.count("the registry had lost") == 2
+    await fleet.ends("done", NEW)
+
+
+async def test_a_coordinator_leaves_another_fleets_registry_alone(fleet, tmp_path, caplog):
+    await fleet.begin(1, 1, 1)
+    await fleet.start()
+    await fleet.round()
+    other = FleetRegistry(DirectoryRegistry(tmp_path / "other"))
+    await other.put_wanted(WantedModel(model=MODEL, epoch=1, live=9), None)
+    before = await other.registry.entries("")
+    paths = fleet.registry.path, tmp_path / "ours"
+    paths[0].rename(paths[1])
+    other.registry.path.rename(paths[0])
+    for _ in range(3):
+        fleet.clock.now += fleet.config.lock_ttl_s
+        await fleet.coordinator.tick()
+    (problem,) = fleet.coordinator.problems()
+    assert problem.startswith("rollouts pause: this registry is not the one that version 1 of ")
+    assert caplog.text.count(problem) == 1
+    assert await fleet.registry.entries("") == before
+    assert await fleet.registry.holder(COORDINATOR_LOCK) is None
+    paths[0].rename(tmp_path / "other")
+    paths[1].rename(paths[0])
     await fleet.ends("done", NEW)
 
 

@@ -72,6 +72,8 @@ def test_restart(tmp_path: Path):
     assert [each["process"] for each in restarts] == ["coordinator", "shard-0-0", "shard-0-1", "serve-0", "serve-1"]
     assert all(each["exit_code"] == 0 < each["ready_s"] for each in restarts)
     assert report["updates"] > 0
+    assert report["delta_formats"] == [2, 2]
+    assert [report[name] for name in ("updates_lost", "old_publisher_refused", "lookups_with_last_delta")] == [0, 0, 32]
 
 
 def test_overload(tmp_path: Path):
@@ -119,6 +121,7 @@ def test_upgrade(tmp_path: Path):
     assert [each["process"] for each in upgrades] == ["shard-0-0", "shard-0-1", "coordinator", "serve-0", "serve-1"]
     assert all(each["exit_code"] == 0 < each["ready_s"] for each in upgrades)
     assert min(report["rollouts"], report["updates"], report["lookups_with_last_delta"]) > 0
+    assert report["updates_lost"] == 0
     # Each process' log is kept, of both of its lives.
     assert (tmp_path / "kept" / "serve-1.log").stat().st_size > 0
 

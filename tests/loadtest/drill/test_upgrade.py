@@ -26,13 +26,33 @@ def test_one_kind_is_upgraded_before_the_other(order: Order, names: list[str]):
     assert upgrade_order(dict.fromkeys(["coordinator", *NODES, *SERVING]), order) == names
 
 
-DONE = {"upgrades": [], "rollouts": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
+DONE = {
+    "delta_formats": [1, 2],
+    "rollouts": 1,
+    "updates": 1,
+    "updates_lost": 0,
+    "lookups_with_last_delta": LOOKUPS,
+    "old_publisher_refused": 1,
+}
+MISSED = [
+    {},
+    {"updates_lost": 1},
+    {"updates": 0},
+    {"lookups_with_last_delta": LOOKUPS - 1},
+    {"old_publisher_refused": 0},
+    {"rollouts": 0},
+]
 
 
-@pytest.mark.parametrize("changed", [{}, {"rollouts": 0}, {"updates": 0}, {"lookups_with_last_delta": LOOKUPS - 1}])
+@pytest.mark.parametrize("changed", MISSED)
 def test_each_limit_is_kept_by_itself(changed: dict[str, Any]):
     for code, more in ((0, []), (1, ["failed"]), (2, ["mixed"]), (3, ["wrong"])):
         answers = np.zeros(2, ANSWER)
         answers["code"][1] = code
         _, limits = restart_figures({**DONE, **changed}, answers)
         assert [limit.name for limit in limits if not limit.ok] == [*more, *changed]
+
+
+def test_an_old_publisher_may_go_on_while_the_format_is_the_same():
+    figures = {**DONE, "delta_formats": [2, 2], "old_publisher_refused": 0}
+    assert all(limit.ok for limit in restart_figures(figures, np.zeros(2, ANSWER))[1])

@@ -33,6 +33,7 @@ BASE = {"shard-node": {"shard": "0/2", "listen": ["h:1"]}, "coordinator": {}, "s
 # What else the file has for a setting that goes with others.
 NEEDS: list[tuple[str, dict[str, Any]]] = [
     ("node_id advertise stage_cpu_share local max_staleness", FLEET),
+    ("when_stale", FLEET | {"max_staleness": {"a": 1.0}}),
     ("max_memory_gb", FLEET | {"local": True}),
     ("registry", {"store": "m"}),
     ("store_cache store_cache_gb store_timeout_s", {"registry": "r", "store": "s3://bucket/m"}),
@@ -54,6 +55,7 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("limits", ({"max_queue": 1}, {"max_queue": 2}, {"max_queue": 3})),
     ("replica_policy", ({"failures": 1}, {"failures": 2}, {})),
     ("max_staleness", ({"a": 1.0}, {"a": 2.0}, {"a": 3.0})),
+    ("when_stale", ({"a": "refuse"}, {"a": "other-replica"}, {"a": "answer"})),
     ("versions", ({"a": 1}, {"a": 2}, {})),
     ("serve", ({"shutdown_delay_s": 1}, {"shutdown_delay_s": "2"}, {})),
     ("shard_node", ({"threads": 1}, {"threads": "2"}, {})),

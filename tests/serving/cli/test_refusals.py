@@ -51,6 +51,8 @@ REFUSALS = [
     (f"{SERVE} --cards 2", USAGE, "--cards: with --registry only for --local rows"),
     (f"{SERVE} --max-staleness films=soon", USAGE, "Input should be a valid number"),
     (f"{SERVE} --model a --max-staleness a=3 --max-staleness b=3", USAGE, "b is not among the --model: ['a']"),
+    (f"{SERVE} --max-staleness a=3 --when-stale b=refuse", USAGE, "--max-staleness is only given for ['a']"),
+    (f"{SERVE} --max-staleness a=3 --when-stale a=never", USAGE, "should be 'answer', 'other-replica' or 'refuse'"),
     ("serve --snapshot {model} --hot-rows-gb 1", USAGE, "--hot-rows-gb holds copies of rows that are on shard nodes"),
     ("serve --store s --local", USAGE, "--local: only with --registry"),
     ("serve --store s --max-staleness films=3", USAGE, "--max-staleness: only with --registry"),

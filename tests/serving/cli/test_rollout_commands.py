@@ -113,6 +113,15 @@ def test_versions_tells_what_a_fleet_does_with_them(training: Path, tmp_path: Pa
     asyncio.run(FleetRegistry(DirectoryRegistry(registry)).announce_node(serving, 60))
     assert uses() == [(["live"], 0), *others]
 
+    async def stray() -> None:
+        fleet = FleetRegistry(DirectoryRegistry(registry))
+        fleet.foreign = "this registry is not the one that it knows"
+        await fleet.announce_node(serving, 60)
+
+    asyncio.run(stray())
+    shown = shardrank("rollout", "status", "--registry", registry).output
+    assert shown.startswith("c: this registry is not the one that it knows\nsmall: ")
+
 
 @pytest.mark.parametrize(
     "words", ["versions smal", "rollout status smal", "rollout start smal 1", "rollout abort smal", "rollback smal"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from serving.client.features import read_rank
+from serving.client.features import read_lookup, read_rank
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import PIECE_FLOATS, JsonCodec
 from serving.formats.messages import encode_lookup, encode_rank
@@ -23,6 +23,8 @@ from serving.results import LookupResult, Ragged, RankResult
 LIMITS = RequestLimits()
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+ORIGIN = ("dense_step", "delta_sequence", "age_ms")
+FRESHNESS = st.tuples(*[st.integers(-1, 0) | st.integers(1, 2**63 - 1)] * 2)
 
 
 @st.composite
@@ -35,8 +37,8 @@ def rank_answers(draw: st.DrawFn) -> RankResult:
     }
     numbers = st.integers(1, 2**63 - 1)
     request_id, step = draw(st.just("") | NAMES), draw(st.just(0) | numbers)
-    sequence = draw(st.sampled_from([-1, 0]) | numbers)
-    return RankResult(draw(NAMES), draw(numbers), scores, order, request_id, step, outputs, sequence)
+    freshness = draw(FRESHNESS)
+    return RankResult(draw(NAMES), draw(numbers), scores, order, request_id, step, outputs, *freshness)
 
 
 @st.composite
@@ -47,7 +49,12 @@ def lookup_answers(draw: st.DrawFn) -> LookupResult:
         rows = draw(st.integers(0, 5)) if lengths is None else int(lengths.sum())
         values = draw(hnp.arrays(np.float32, (rows, draw(st.integers(1, 5))), elements=FLOATS))
         embeddings[name] = values if lengths is None else Ragged(values, lengths)
-    return LookupResult(draw(NAMES), draw(st.integers(1, 2**63 - 1)), embeddings, draw(st.just("") | NAMES))
+    request_id, freshness = draw(st.just("") | NAMES), draw(FRESHNESS)
+    return LookupResult(draw(NAMES), draw(st.integers(1, 2**63 - 1)), embeddings, request_id, *freshness)
+
+
+def origin_of(answer: RankResult) -> dict[str, int]:
+    return {name: getattr(answer, name) for name in ORIGIN}
 
 
 def bits(answer: RankResult) -> dict[str, bytes]:
@@ -64,7 +71,7 @@ def test_scores_read_back_from_a_message(answer):
     assert {name: np.array(one.values, "f4").tobytes() for name, one in read.outputs.items()} == bits(answer)
     ranked = read_rank(encode_rank(answer))
     assert {name: values.tobytes() for name, values in ranked.outputs.items()} == bits(answer)
-    assert (ranked.dense_step, ranked.delta_sequence) == (answer.dense_step, answer.delta_sequence)
+    assert origin_of(ranked) == origin_of(answer)
 
 
 @given(lookup_answers())
@@ -72,6 +79,8 @@ def test_embeddings_read_back_from_a_message(answer):
     read = ranking_pb2.LookupResponse.FromString(encode_lookup(answer))
     assert (read.model, read.version, read.request_id) == (answer.model, answer.version, answer.request_id)
     assert set(read.embeddings) == set(answer.embeddings)
+    looked_up = read_lookup(encode_lookup(answer))
+    assert (looked_up.delta_sequence, looked_up.age_ms) == (answer.delta_sequence, answer.age_ms)
     for name, feature in answer.embeddings.items():
         found, rows = read.embeddings[name], getattr(feature, "values", feature)
         assert found.embedding_dim == rows.shape[1]
@@ -90,11 +99,12 @@ def test_json_answers_read_back_to_the_same_float32(ranked, looked_up):
     )
     assert np.array(read["scores"], "f4").tobytes() == ranked.scores.tobytes()
     assert read["order"] == ranked.order.tolist()
-    assert (read["dense_step"], read["delta_sequence"]) == (ranked.dense_step, ranked.delta_sequence)
+    assert {name: read[name] for name in ORIGIN} == origin_of(ranked)
     outputs = read.get("outputs", {})
     assert {name: np.array(values, "f4").tobytes() for name, values in outputs.items()} == bits(ranked)
     encoded = codec.encode(looked_up)
     read = json.loads(b"".join((encoded.body, *encoded.more)))
+    assert (read["delta_sequence"], read["age_ms"]) == (looked_up.delta_sequence, looked_up.age_ms)
     for name, feature in looked_up.embeddings.items():
         rows, values = read["embeddings"][name], getattr(feature, "values", feature)
         if isinstance(feature, Ragged):
@@ -133,7 +143,7 @@ def test_an_inference_message_reads_back(answer, outputs):
     assert (read.model_name, read.model_version) == (answer.model, str(answer.version))
     assert is_id(read.id, answer)
     names = outputs or ["scores", "order", *answer.outputs]
-    assert read.parameters["dense_step"].int64_param == answer.dense_step
+    assert {name: value.int64_param for name, value in read.parameters.items()} == origin_of(answer)
     assert read.parameters["dense_step"].HasField("int64_param")
     assert [one.name for one in read.outputs] == names
     for output, raw in zip(read.outputs, read.raw_output_contents, strict=True):
@@ -150,7 +160,7 @@ def test_an_inference_body_reads_back(answer, outputs, binary):
     header, tail = json.loads(encoded.body[:length]), encoded.body[length:]
     assert is_id(header["id"], answer)
     assert header["model_version"] == str(answer.version)
-    assert header["parameters"] == {"dense_step": answer.dense_step}
+    assert header["parameters"] == origin_of(answer)
     assert [one["name"] for one in header["outputs"]] == (outputs or ["scores", "order", *answer.outputs])
     for output in header["outputs"]:
         datatype, values = expected_output(answer, output["name"])

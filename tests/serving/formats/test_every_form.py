@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.formats.protobuf import encode_varint
+from shard_node.freshness import FreshnessBound
 from shardrank_testing.inference_requests import binary_body, json_body, message_of, tensors_of
 from shardrank_testing.parsing import (
     SCHEMA,
@@ -23,6 +24,8 @@ from shardrank_testing.parsing import (
     parse_message,
 )
 from shardrank_testing.serving_api import MODEL, api_request, packed_message, rank_message, sparse_message
+
+NUMBERS = st.integers(0, 2**63 - 1)
 
 
 @st.composite
@@ -98,13 +101,15 @@ def test_map_messages_in_any_encoding_are_read_as_json(data, seed, count):
     top_k=st.integers(1, 9),
     weighted=st.booleans(),
     order=st.randoms(use_true_random=False),
+    bounds=st.fixed_dictionaries({}, optional={"max_age_ms": st.just(0) | NUMBERS, "min_sequence": NUMBERS}),
 )
-def test_every_form_is_the_same_request(seed, count, top_k, weighted, order):
-    request = api_request(seed, count) | {"top_k": top_k, "request_id": "r"}
+def test_every_form_is_the_same_request(seed, count, top_k, weighted, order, bounds):
+    request = api_request(seed, count) | {"top_k": top_k, "request_id": "r"} | bounds
     if not weighted:
         request["context"]["weights"] = request["candidates"]["weights"] = {}
     expected = parse_json(SCHEMA, request)
-    parameters = {"timeout_ms": request["timeout_ms"], "top_k": top_k}
+    assert expected.bound == (FreshnessBound(**bounds) if bounds else None)
+    parameters = {"timeout_ms": request["timeout_ms"], "top_k": top_k, **bounds}
     tensors = tensors_of(SPEC, request)
     order.shuffle(tensors)
     members = {"id": "r", "parameters": parameters}

@@ -165,4 +165,6 @@ def test_tags_are_those_that_the_library_writes_packed_or_one_by_one():
         4 << 3,
         5 << 3 | 2,
         6 << 3 | 2,
+        7 << 3,
+        8 << 3,
     ]

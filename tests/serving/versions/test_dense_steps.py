@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,10 @@ import torch
 
 from loader.deltas.dense import steps_folder
 from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.errors import DeltaLostError
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
+from shard_node.node import DeltaPosition
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import until
@@ -71,10 +75,12 @@ class Training:
 
 
 @asynccontextmanager
-async def training_of(versions: dict[int, ApiModel], store: Path, folder: Path, **how: Any) -> AsyncIterator[Training]:
+async def training_of(
+    versions: dict[int, ApiModel], store: Path, folder: Path, clock: Callable[[], float] = time.monotonic, **how: Any
+) -> AsyncIterator[Training]:
     """Start the fleet, with rows in the serving process unless there are replicas."""
     async with agent_fleet(folder, store, **({"shards": 1, "replicas": 0} | how)) as fleet:
-        _, service = await with_live(fleet, versions, local=not fleet.nodes)
+        _, service = await with_live(fleet, versions, local=not fleet.nodes, clock=clock)
         async with running_api(service) as api:
             publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1, store)
             yield Training(fleet, service, api, publisher, versions[1])
@@ -130,6 +136,101 @@ async def test_a_step_waits_for_its_rows(training):
 
     served = training.service.generations.payload(MODEL, 1)
     assert await asyncio.wrap_future(served._replicas[0].call(choose)) == [0, 4, 4, 0, 0, 4, 5]
+
+
+async def test_snapshot_weights_answer_for_a_step_whose_rows_are_lost(versions, store, folder):
+    """After 30 s of failures, and until rows have the delta of a step again: of the same, or of a later one."""
+    later_s = 0.0
+    async with training_of(versions, store, folder, lambda: time.monotonic() + later_s) as training:
+        fleet, model, (member, _) = training.fleet, training.model, training.fleet.servings[0]
+        for step in (3, 4):
+            await training.publisher.publish("films", np.arange(FILMS), films(1))
+            await training.publish_step(step, step)
+        position = member._local.node.generations.payload(MODEL, 1).deltas
+
+        async def ask() -> dict:
+            return (await training.api.http.post(f"/v1/models/{MODEL}:rank", json=REQUEST)).json()
+
+        async def lose_rows() -> None:
+            await fleet.want(MODEL, follow=())
+            await until(lambda: not member._local.actions._followers._tasks)
+            vars(position).update(vars(DeltaPosition(1)))
+
+        async def until_answered(step: int, degraded: str) -> None:
+            """The rows stay what they were, whatever their position says."""
+            while (answer := await ask()).get("dense_step") != step:
+                assert answer.get("error", {"kind": "shard_unavailable"})["kind"] == "shard_unavailable"
+            np.testing.assert_allclose(answer["scores"], expected(model, 1, step), rtol=1e-3, atol=1e-4)
+            report = (await fleet.until("serve-0", lambda node: node.report(MODEL, 1).dense_refused == degraded)).report
+            assert report(MODEL, 1).state == "ready"
+            ready = await training.api.http.get("/readyz")
+            assert (ready.status_code, ready.json()["degraded"].get(MODEL, "")) == (200, degraded)
+            metrics = (await training.api.http.get("/metrics")).text
+            assert f'shardrank_dense_step_fallback{{model="films",version="1"}} {float(degraded != "")}' in metrics
+            assert f'shardrank_dense_step{{model="films",version="1"}} {float(step)}' in metrics
+
+        async def lack_rows(seconds: float) -> None:
+            nonlocal later_s
+            for _ in range(20):  # of both replicas
+                await ask()
+            later_s += seconds
+
+        reason = "rows lack what dense step 4 needs: weights of snapshot 1 answer"
+        await lose_rows()
+        await lack_rows(29)
+        assert (await ask())["error"]["kind"] == "shard_unavailable"
+        await lack_rows(2)
+        await until_answered(0, reason)
+        await fleet.want(MODEL, follow=(1,))
+        await until_answered(4, "")
+        await lose_rows()
+        await lack_rows(31)
+        await until_answered(0, reason)
+        # A later step that rows have is used as ever.
+        await training.publisher.publish_dense(5, tensors_of(model, 5), sequence=0, max_drift=1.0)
+        await until_answered(5, "")
+
+
+async def test_a_step_that_waits_for_lost_rows_makes_room_for_a_later_one(training):
+    await training.publisher.publish("films", np.arange(FILMS), films(1))
+    await training.publish_step(1, 1)
+    assert (await asked(training.api))["dense_step"] == 1
+    await training.fleet.want(MODEL, follow=())
+    await until(lambda: not training.fleet.servings[0][0]._local.actions._followers._tasks)
+    await training.publisher.publish("films", np.arange(FILMS), films(2))
+    await training.publish_step(2, 2)
+    await training.publisher.publish_dense(3, tensors_of(training.model, 3), sequence=1, max_drift=1.0)
+    while (answer := await asked(training.api))["dense_step"] != 3:
+        assert answer["dense_step"] == 1
+    np.testing.assert_allclose(answer["scores"], expected(training.model, 1, 3), rtol=1e-3, atol=1e-4)
+
+
+async def test_a_step_whose_delta_the_stream_has_lost_is_refused_by_name(training):
+    await training.publisher.publish("films", [1], films(1)[:1])
+    await training.publish_step(1, 1)
+    registry = training.fleet.fleet
+    record = await registry.dense_step(MODEL, 1)
+    # Two trainers may give different rows the same number, one of them to a registry that forgot it.
+    await registry.put_dense_step(record.model_copy(update={"step": 2, "digest": "0f" * 16}))
+    assert await training.refused() == f"dense step 2: delta_fork: deltas/films/1 has lost delta 1 ({'0f' * 16})"
+    assert (await asked(training.api))["dense_step"] == 1
+
+
+async def test_a_step_whose_delta_the_stream_loses_answers_no_more(training):
+    """Although later deltas have a higher number."""
+    streams, then = training.fleet.fleet.registry.path / "streams", training.fleet.fleet.registry.path / "then"
+    await training.publisher.publish("films", [1], films(1)[:1])
+    shutil.copytree(streams, then)
+    await training.publisher.publish("films", [2], films(1)[:1])
+    await training.publish_step(1, 1)
+    assert (await asked(training.api))["dense_step"] == 1
+    shutil.rmtree(streams)
+    then.rename(streams)
+    with pytest.raises(DeltaLostError):
+        await training.publisher.publish("films", [3], films(1)[:1])
+    assert await training.publisher.publish("films", [3], films(1)[:1]) == 3
+    assert "deltas/films/1 has lost delta 2 (" in await training.refused()
+    assert (await asked(training.api))["dense_step"] == 0
 
 
 async def test_a_step_that_drifts_too_far_is_refused_by_name(training):

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.registry.fleet import Canary
+from loader.errors import RegistryForeignError
+from loader.registry.directory import DirectoryRegistry
+from loader.registry.fleet import Canary, FleetRegistry
+from loader.snapshot.publishing import register
+from loader.snapshot.reader import Snapshot
 from shardrank_testing.agent_fleet import agent_fleet, with_live
 from shardrank_testing.golden import golden_of
+from shardrank_testing.registered_fleet import change_wanted
 from shardrank_testing.serving_api import (
     FILMS,
     MODEL,
@@ -153,6 +159,56 @@ async def test_a_lost_registry_gets_back_its_desired_state(versions, store, fold
         another, other_service = fleet.serving()
         await another.load()
         assert other_service.live(MODEL) == 1
+
+
+async def test_where_another_registry_came_in_its_place_a_fleet_goes_on(versions, store, folder):
+    """Nothing of it is used or changed; once the right one is back all is as before."""
+    link, ours, theirs = folder / "registry", folder / "ours", folder / "theirs"
+
+    def lead_to(path):
+        (folder / "next").symlink_to(path)
+        (folder / "next").rename(link)
+
+    ours.mkdir()
+    lead_to(ours)
+    async with agent_fleet(folder, store, shards=1, replicas=1) as fleet:
+        _, service = await with_live(fleet, versions)
+        shard = fleet.nodes["shard-0-0"]
+        publisher = AsyncDeltaPublisher(fleet.fleet.registry, MODEL, 1, retry_s=0.1)
+
+        async def publish(value: float) -> None:
+            await publisher.publish("films", [1], np.full((1, 8), value, np.float32))
+
+        async def has_applied(sequence: int) -> None:
+            await fleet.until("shard-0-0", lambda node: node.report(MODEL, 1).delta_sequence == sequence)
+
+        await publish(1.0)
+        await has_applied(1)
+        other = FleetRegistry(DirectoryRegistry(theirs))
+        await register(other, Snapshot.open(versions[2].path), clock=time.time)
+        await change_wanted(other, MODEL, live=2, hold=(2,), serve=(2,))
+        (node,) = [node for node in await fleet.fleet.nodes() if node.kind == "shard"]
+        await other.announce_node(node.model_copy(update={"address": "unix:/nowhere"}), 600.0)
+        content, nodes = await other.registry.entries(""), await other.nodes()
+
+        lead_to(theirs)
+        while (await other.strangers()).keys() != {"shard-0-0", "serve-0"}:  # noqa: ASYNC110  # it tells no events
+            await asyncio.sleep(0.01)
+        problem = (await other.strangers())["serve-0"]
+        assert "not the one that version 1 of films was rolled out with" in problem
+        assert (service.watch.degraded(), shard.actions.problems(shard.agent)) == ({"": problem}, {"": problem})
+        with pytest.raises(RegistryForeignError):
+            await publish(2.0)
+        async with running_api(service) as api:
+            answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=api_request(1))
+            assert (answer.status_code, answer.json()["version"]) == (200, 1)
+        assert (await other.registry.entries(""), await other.nodes()) == (content, nodes)
+
+        lead_to(ours)
+        await publish(3.0)
+        await has_applied(2)
+        assert (service.watch.degraded(), shard.actions.problems(shard.agent)) == ({}, {})
+        await other.registry.close()
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from loader.errors import RegistryRecordError, RegistryUnavailableError, SnapshotCorruptError
+from loader.errors import (
+    RegistryForeignError,
+    RegistryRecordError,
+    RegistryUnavailableError,
+    SnapshotCorruptError,
+)
 from loader.registry.directory import DirectoryRegistry
-from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel, rollout_key, wanted_key
+from loader.registry.fleet import IDENTITY, FleetRecord, FleetRegistry, WantedModel, rollout_key, wanted_key
+from loader.registry.registry import Registry
 from shard_node.agent.agent import AgentConfig, Remembered
 from shard_node.agent.version_loading import StagingConfig
 from shard_node.errors import MemoryBudgetError
 from shardrank_testing.agents import PROMPT, HandClock, agent_on, running_node
 from shardrank_testing.bags import random_table_bags
-from shardrank_testing.registries import redis_server
+from shardrank_testing.registries import REGISTRY_KINDS, redis_server
 from shardrank_testing.rollout_fleet import published
 
 
@@ -325,8 +335,129 @@ async def test_desired_versions_are_restored_after_the_plan(tmp_path, is_broken)
             await remembered.refresh()
     else:
         await remembered.refresh()
-        plan, wanted = await fleet.registry.get(rollout_key("films")), await fleet.registry.get(wanted_key("films"))
+        keys = IDENTITY, rollout_key("films"), wanted_key("films")
+        identity, plan, wanted = [await fleet.registry.get(key) for key in keys]
         assert plan.value == PLAN
-        assert plan.revision < wanted.revision
+        assert identity.revision < plan.revision < wanted.revision
     assert await fleet.wanted() == {"films": WANTED}
     await registry.close()
+
+
+@contextmanager
+def two_registries(kind: str, folder: Path) -> Iterator[tuple[str, str, Callable[[], None]]]:
+    """The URLs of two registries, and what has each lead to the other one."""
+    if kind == "redis":
+        with redis_server(folder, tcp=True) as server:
+            yield f"{server.url}/0", f"{server.url}/1", lambda: server.command("SWAPDB", "0", "1")
+        return
+    paths = folder / "a", folder / "b", folder / "c"
+
+    def swap() -> None:
+        for before, after in ((0, 2), (1, 0), (2, 1)):
+            paths[before].rename(paths[after])
+
+    yield str(paths[0]), str(paths[1]), swap
+
+
+async def content_of(registry: Registry) -> tuple[dict, dict]:
+    return await registry.entries(""), await registry.announced("nodes/")
+
+
+FOREIGN = (
+    "this registry is not the one that version 1 of films was rolled out with: restore it, or restart the processes to "
+    "adopt it"
+)
+
+
+@pytest.mark.parametrize("kind", REGISTRY_KINDS)
+async def test_another_fleets_registry_is_left_alone_and_not_followed(kind, tmp_path, caplog):
+    with two_registries(kind, tmp_path) as (url, other_url, swap):
+        async with agent_on(url) as under, agent_on(other_url) as other:
+            await under.want("films", hold=(1,), live=1)
+            await under.pass_time_until(lambda: under.actions.loaded() == {("films", 1)})
+            for version in (5, 6, 7):
+                await other.want("films", hold=(version,), live=version)
+            await other.fleet.put_version(published(7))
+            await other.until(lambda: ("films", 7) in other.actions.ready)
+            before, _ = await content_of(under.fleet.registry)
+            theirs = await content_of(other.fleet.registry)
+
+            swap()
+            with caplog.at_level(logging.WARNING):
+                await under.pass_time(3.0)
+            assert await content_of(under.fleet.registry) == theirs
+            assert await under.fleet.strangers() == {under.node_id: FOREIGN}
+            assert under.agent.problems() == [f"registry: RegistryForeignError: {FOREIGN}"]
+            assert caplog.text.count(FOREIGN) == 1
+            assert under.agent.desired["films"].live == 1
+            assert (under.actions.loaded(), under.actions.retired) == ({("films", 1)}, [])
+            with pytest.raises(RegistryForeignError, match="version 1 of films"):
+                await under.want("films", live=2)
+
+            swap()
+            await under.pass_time(1.5)
+            assert (await content_of(under.fleet.registry))[0] == before
+            assert (under.agent.problems(), (await under.record()).draining) == ([], False)
+
+            swap()
+            await under.pass_time(0.3)
+            leaving = asyncio.create_task(under.agent.leave())
+            while not leaving.done():
+                under.clock.advance(0.5)
+                await asyncio.sleep(0.001)
+            assert await under.fleet.strangers() == {}
+            assert await content_of(under.fleet.registry) == theirs
+
+
+async def test_the_process_that_fills_an_emptied_registry_first_decides_whose_it_is(tmp_path):
+    """One that remembers nothing, such as one of this fleet that was restarted, leaves it to others."""
+    url = str(tmp_path / "registry")
+    async with agent_on(url) as first, agent_on(url) as second, agent_on(str(tmp_path / "other")) as stranger:
+        wanted = await first.want("films", hold=(1,), live=1)
+        await asyncio.gather(first.step(), second.step())
+        await stranger.want("films", hold=(9,), live=9)
+        await stranger.step()
+        identity = (await first.fleet.registry.get(IDENTITY)).value
+        for fill, is_restored in ((None, True), (stranger, False)):
+            shutil.rmtree(tmp_path / "registry")
+            async with agent_on(url) as restarted:
+                await restarted.step()
+                assert await restarted.fleet.registry.get(IDENTITY) is None
+                if fill is not None:
+                    shutil.copytree(tmp_path / "other", tmp_path / "registry", dirs_exist_ok=True)
+                await asyncio.gather(first.agent.round(), second.agent.round())
+                await restarted.step()
+                now = await first.fleet.registry.get(IDENTITY)
+                assert (now.value == identity) == is_restored
+                assert (restarted.agent.desired == {"films": wanted}) == is_restored
+                problems = first.agent.problems() + second.agent.problems()
+                assert [f"registry: RegistryForeignError: {FOREIGN}"] * 2 * (not is_restored) == problems
+
+
+async def test_a_registry_of_an_older_release_gets_an_id(tmp_path):
+    url = str(tmp_path / "registry")
+    async with agent_on(url) as first, agent_on(url) as second:
+        await first.fleet.registry.put(wanted_key("films"), WANTED.encode(), 0)
+        await asyncio.gather(first.agent.round(), second.agent.round())
+        identity = await first.fleet.registry.get(IDENTITY)
+        assert len(identity.value) == 32
+        # It may lose the id with its last writes; older processes may have restored all else.
+        await first.fleet.registry.delete(IDENTITY, identity.revision)
+        await asyncio.gather(first.agent.round(), second.agent.round())
+        assert (await first.fleet.registry.get(IDENTITY)).value == identity.value
+        assert first.agent.problems() == second.agent.problems() == []
+
+
+async def test_a_registry_that_lost_its_last_writes_gets_them_back(tmp_path):
+    keys = tmp_path / "registry" / "keys"
+    async with agent_on(str(tmp_path / "registry")) as under:
+        await under.want("films", hold=(1,), live=1)
+        await under.step()
+        shutil.copytree(keys, tmp_path / "then")
+        later = await under.want("films", hold=(1, 2), live=2)
+        await under.step()
+        shutil.rmtree(keys)
+        shutil.copytree(tmp_path / "then", keys)
+        await under.step()
+        assert await under.fleet.wanted() == {"films": later}
+        assert under.agent.problems() == []

@@ -33,7 +33,9 @@ from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.agent.delta_follower import FollowerConfig, Followers, catch_up
-from shard_node.engine.loading import load_tables
+from shard_node.engine.cpu import CLAIM_BYTES
+from shard_node.engine.loading import load_tables, prepare_load
+from shard_node.engine.memory import RowMemory
 from shard_node.node import DeltaPosition
 from shardrank_testing import deltas, nodes
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
@@ -434,6 +436,25 @@ async def test_lost_deltas_still_count_as_missing(scene):
         await scene.caught_up()
         await until(lambda: scene.position.snapshot().fresh_at > 2e9)
         assert scene.position.snapshot().lag == 0
+
+
+async def test_a_follower_without_memory_waits_for_it(scene, caplog):
+    """Rows of mapped tables need memory for the pages that are changed."""
+    free_bytes = CLAIM_BYTES - 1
+    plan, memory = Plan.make(SPEC), RowMemory(available=lambda: free_bytes, reserve_bytes=0)
+    load = prepare_load(scene.snapshot, plan.partition(0), plan.digest, memory_budget_bytes=0)
+    scene.tables = load.run(load.take(memory))
+    await scene.publish(3)
+    async with scene.following():
+        await until(lambda: scene.position.snapshot().refused >= 3)
+        assert scene.position.snapshot().reason == "version 1 of model 'fresh' has no memory for the next delta"
+        assert_stored(scene.tables.engine, scene.snapshot)
+        (logged,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert f"rows take {CLAIM_BYTES} bytes, but {free_bytes} are available" in logged.getMessage()
+        free_bytes += 1
+        await scene.caught_up()
+        assert (scene.position.snapshot().reason, memory.held_bytes) == ("", CLAIM_BYTES)
+    scene.check()
 
 
 async def test_followers_of_many_shards_read_as_much_as_of_few(tmp_path):

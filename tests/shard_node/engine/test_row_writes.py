@@ -16,15 +16,17 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.answer import add_answers
-from shard_node.engine.base import Engine
-from shard_node.engine.loading import load_tables
-from shard_node.errors import InvalidBagsError
+from shard_node.engine.base import Engine, MemoryUse
+from shard_node.engine.cpu import CLAIM_BYTES
+from shard_node.engine.loading import load_tables, prepare_load
+from shard_node.engine.memory import RowMemory
+from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
-from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state
+from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, stored_rows
 from shardrank_testing.reference import ReferenceEngine
-from shardrank_testing.snapshots import model_of, plain_buckets, random_rows, random_tables, table_of
+from shardrank_testing.snapshots import model_of, plain_buckets, random_rows, random_tables, table_of, write_snapshot
 from shardrank_testing.topologies import decoded_tables
 
 SPEC = delta_spec(rows=700)
@@ -190,3 +192,45 @@ def pool_while_rows_change(engine: Engine, write: Callable[[int], None], rows: n
     assert min(pools) >= 20
     assert wrong == []
     assert seen == {1.0, 1024.0}
+
+
+def private_bytes(folder: Path) -> int:
+    """Count the bytes of this process's own pages of mapped files, as the system does (proc_pid_smaps(5))."""
+    size, is_mapped = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            is_mapped = str(folder) in line
+        elif is_mapped and line.startswith("Private_Dirty:"):
+            size += int(line.split()[1]) << 10
+    return size
+
+
+@pytest.mark.parametrize("dim", [4, 4096])
+def test_changed_pages_of_mapped_tables_are_claimed_before_they_are_written(tmp_path, dim):
+    """What is counted is what the system counts; a write without room changes nothing; all is given back at the end."""
+    num_rows = 7_000_000 // (dim + 8)
+    spec = model_of([table_of("int8", num_rows, dim, dtype="int8", bucketing="range")])
+    snapshot = Snapshot.open(write_snapshot(tmp_path, spec, tables={"int8": np.ones((num_rows, dim), np.float32)})[0])
+    plan, memory = Plan.make(spec, sharding="range"), RowMemory(2 * CLAIM_BYTES)
+    load = prepare_load(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=0)
+    tables = load.run(load.take(memory))
+    size = stored_rows(tables.engine, "int8").nbytes
+
+    def write(rows: np.ndarray) -> None:
+        values = np.full((rows.size, dim), 2.0, np.float32)
+        assert tables.engine.write_rows(0, rows, encoded(spec.tables[0], values)) == rows.size
+
+    assert (memory.held_bytes, tables.engine.memory()) == (0, (MemoryUse(0, "mapped", size),))
+    for rows, claimed in (([0, num_rows // 2], 1), ([0, 1], 1), (np.arange(num_rows // 4), 2)):
+        write(np.array(rows))
+        private = private_bytes(tmp_path)
+        assert tables.engine.memory() == (MemoryUse(0, "mapped", size), MemoryUse(0, "ram", private))
+        assert 0 < private <= memory.held_bytes == claimed * CLAIM_BYTES
+    before = stored_rows(tables.engine, "int8")
+    for _ in range(2):
+        with pytest.raises(MemoryBudgetError, match=f"bytes beside {2 * CLAIM_BYTES} of"):
+            write(np.arange(num_rows))
+    assert (private_bytes(tmp_path), memory.held_bytes) == (private, 2 * CLAIM_BYTES)
+    np.testing.assert_array_equal(stored_rows(tables.engine, "int8"), before)
+    tables.close()
+    assert memory.held_bytes == 0

@@ -17,6 +17,7 @@ from shard_node import errors
 from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import KeyedBags
 from shard_node.errors import InvalidBagsError, RemoteError, WireError
+from shard_node.freshness import FORKED_AGE_MS, UNKNOWN_AGE_MS
 from shard_node.tracing import MAX_STATE_BYTES, SpanContext
 from shard_node.wire import messages as wire
 from shard_node.wire.frame import (
@@ -73,19 +74,20 @@ def test_any_request_comes_back_as_it_was_sent(bags, version, model, request_id,
     assert_same_bags(request.bags(), bags)
     # What came over a socket is checked by whoever pools it, whatever the sender says.
     assert type(request.bags()) is KeyedBags
-    # A sequence is always accepted.
-    assert request.takes_sequence
+    # A sequence and an age are always accepted.
+    assert request.num_fields == 2
 
 
 @pytest.mark.parametrize(
-    ("note", "forms", "takes_sequence"), [(0, FLOAT32_SUMS, False), (0x8002, ReplyEncoding(float16=True), False)]
+    ("note", "forms", "num_fields"),
+    [(0, FLOAT32_SUMS, 0), (0x8002, ReplyEncoding(float16=True), 0), (4, FLOAT32_SUMS, 1), (16, FLOAT32_SUMS, 0)],
 )
-def test_older_and_unknown_notes_of_accepted_forms(note, forms, takes_sequence):
+def test_older_and_unknown_notes_of_accepted_forms(note, forms, num_fields):
     """The note is the second u16 of the first array header, where older clients send 0."""
     frame = received(wire.encode_pool(1, 0, "m", 1, film_bags([1]), ReplyEncoding(stored=True)))
     frame.body[10:12] = np.array([note], "<u2").view(np.uint8)
     request = wire.decode_pool(frame)
-    assert (request.forms, request.takes_sequence) == (forms, takes_sequence)
+    assert (request.forms, request.num_fields) == (forms, num_fields)
 
 
 @pytest.mark.parametrize("size", [0, 23, 24 + MAX_STATE_BYTES + 1])
@@ -290,7 +292,7 @@ POOL, POOLED, STORED, ERROR = FrameType.POOL, FrameType.POOLED, FrameType.STORED
         (STORED, body_of(b"", SUMS, HALF, ROWS, HALF), "rows of group 1 are 2-d float16, they must be 2-d uint8"),
         (STORED, body_of(b"", SUMS, ROWS[0]), "STORED rows of group 0 are 1-d uint8"),
         (STORED, body_of(b"", SUMS, HALF, ROWS), "STORED num_arrays is 3, there must be two for each group"),
-        (STORED, body_of(b"more"), "STORED fields have 4 bytes, allowed are 0 and 8"),
+        (STORED, body_of(b"more"), r"STORED fields have 4 bytes, allowed are \[0, 8, 16\]"),
         (FrameType.INFO_ANSWER, body_of(b"{}", NARROW), "INFO_ANSWER num_arrays is 1"),
         (ERROR, body_of(b"", NARROW), "ERROR num_arrays is 1"),
         (ERROR, body_of(b"x"), "ERROR fields have 1 bytes"),
@@ -317,10 +319,20 @@ def test_what_no_frame_can_state_is_not_sent():
 
 
 @pytest.mark.parametrize("stored", [None, [np.zeros((1, 12), np.uint8)]], ids=["POOLED", "STORED"])
-def test_a_sequence_comes_back_if_it_is_sent(stored):
-    for sequence, tell, expected in ((2**62 + 1, True, 2**62 + 1), (5, False, -1), (UNKNOWN_SEQUENCE, True, -1)):
-        answer = Answer([np.ones((2, 4), np.float32)], stored, sequence=sequence)
-        assert wire.decode_answer(received(wire.encode_answer(1, answer, tell_sequence=tell))).sequence == expected
+@pytest.mark.parametrize(
+    ("sent", "num_fields", "expected"),
+    [
+        ((2**62 + 1, FORKED_AGE_MS), 2, (2**62 + 1, FORKED_AGE_MS)),
+        ((5, UNKNOWN_AGE_MS), 2, (5, UNKNOWN_AGE_MS)),
+        ((5, 70), 1, (5, UNKNOWN_AGE_MS)),
+        ((5, 70), 0, (UNKNOWN_SEQUENCE, UNKNOWN_AGE_MS)),
+        ((UNKNOWN_SEQUENCE, 70), 2, (UNKNOWN_SEQUENCE, UNKNOWN_AGE_MS)),
+    ],
+)
+def test_a_sequence_and_an_age_come_back_if_they_are_sent(stored, sent, num_fields, expected):
+    answer = Answer([np.ones((2, 4), np.float32)], stored, 0, *sent)
+    read = wire.decode_answer(received(wire.encode_answer(1, answer, num_fields)))
+    assert (read.sequence, read.age_ms) == expected
 
 
 LIMIT = 1 << 20

@@ -100,9 +100,10 @@ class AgentFleet:
         limits: RequestLimits | None = None,
         card_set: CardSet | None = None,
         hot_rows: HotRowsConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> tuple[FleetMember, RankingService]:
         """A serving process that has not begun to load; with `local` it has rows of its own, on cards if there are."""
-        service = RankingService(limits, expected_models=None)
+        service = RankingService(limits, expected_models=None, clock=clock)
         name = f"serve-{len(self.servings)}"
         config = ServingConfig(
             node_id=name,

@@ -43,7 +43,7 @@ async def calling(kind: type[Client] | type[AsyncClient], address: str, **option
 def rank_arguments(request: dict[str, Any]) -> dict[str, Any]:
     """The JSON form of a rank request as arguments of a client's `rank`."""
     context, candidates = request["context"], request["candidates"]
-    options = ("timeout_ms", "top_k", "request_id", "routing_key", "version")
+    options = ("timeout_ms", "top_k", "request_id", "routing_key", "version", "max_age_ms", "min_sequence")
     return {
         "context": context["sparse"],
         "candidates": candidates["sparse"],

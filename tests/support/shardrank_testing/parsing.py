@@ -75,7 +75,7 @@ def assert_same_request(actual: Any, expected: Any, *, may_spell_ones: bool = Fa
     """Two parsed rank requests have the same arrays and options; one may spell weights of 1 where another has none."""
     assert_same_arrays(actual, expected)
     assert may_spell_ones or (actual.bags.weights is None) == (expected.bags.weights is None)
-    for name in ("timeout_s", "top_k", "request_id"):
+    for name in ("timeout_s", "top_k", "request_id", "bound"):
         assert getattr(actual, name) == getattr(expected, name), name
 
 

@@ -441,8 +441,8 @@ def rank_message(request: dict[str, Any], model: str = MODEL) -> ranking_pb2.Ran
         request_id=request.get("request_id", ""),
         routing_key=request.get("routing_key", ""),
     )
-    if "version" in request:
-        message.version = request["version"]
+    for name in {"version", "max_age_ms", "min_sequence"} & request.keys():
+        setattr(message, name, request[name])
     for part, features in (("context", message.context), ("candidates", message.candidates)):
         given = request.get(part, {})
         for name, ids in given.get("sparse", {}).items():

@@ -177,6 +177,8 @@ class RankRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ROUTING_KEY_FIELD_NUMBER: _builtins.int
     PACKED_FIELD_NUMBER: _builtins.int
+    MAX_AGE_MS_FIELD_NUMBER: _builtins.int
+    MIN_SEQUENCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """The version that must answer; the live one if absent."""
@@ -189,6 +191,10 @@ class RankRequest(_message.Message):
     request_id: _builtins.str
     routing_key: _builtins.str
     """Whose request it is: while a canary is on, requests with the same key get the same version. Without it request_id is taken."""
+    max_age_ms: _builtins.int
+    """How old rows may be, in milliseconds; else the call ends with UNAVAILABLE. Any age if absent."""
+    min_sequence: _builtins.int
+    """Rows must be of this delta or a later one; else likewise. Any if absent."""
     @_builtins.property
     def context(self) -> Global___FeatureSet:
         """Given once for the request."""
@@ -214,13 +220,24 @@ class RankRequest(_message.Message):
         request_id: _builtins.str = ...,
         routing_key: _builtins.str = ...,
         packed: Global___PackedFeatures | None = ...,
+        max_age_ms: _builtins.int | None = ...,
+        min_sequence: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "packed", b"packed", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "candidates", b"candidates", "context", b"context", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "packed", b"packed", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "candidates", b"candidates", "context", b"context", "model", b"model", "num_candidates", b"num_candidates", "packed", b"packed", "request_id", b"request_id", "routing_key", b"routing_key", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "candidates", b"candidates", "context", b"context", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "model", b"model", "num_candidates", b"num_candidates", "packed", b"packed", "request_id", b"request_id", "routing_key", b"routing_key", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_age_ms: _TypeAlias = _typing.Literal["max_age_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_age_ms: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms"]  # noqa: Y015
+    _WhichOneofReturnType__min_sequence: _TypeAlias = _typing.Literal["min_sequence"]  # noqa: Y015
+    _WhichOneofArgType__min_sequence: _TypeAlias = _typing.Literal["_min_sequence", b"_min_sequence"]  # noqa: Y015
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_age_ms) -> _WhichOneofReturnType__max_age_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_sequence) -> _WhichOneofReturnType__min_sequence | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___RankRequest: _TypeAlias = RankRequest  # noqa: Y015
@@ -258,6 +275,7 @@ class RankResponse(_message.Message):
     DENSE_STEP_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     DELTA_SEQUENCE_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """The version that gave every score."""
@@ -266,6 +284,10 @@ class RankResponse(_message.Message):
     """Of the dense model's weights that gave every score; 0 for those of the version itself."""
     delta_sequence: _builtins.int
     """Every row was of this delta or a later one. Left out where that is not known."""
+    age_ms: _builtins.int
+    """Of the oldest row: milliseconds since the last moment whose row updates are all in the rows; 2^62 for rows of updates that
+    were lost, which are being replaced. Left out where that is not known.
+    """
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """In the order of the candidates."""
@@ -289,13 +311,19 @@ class RankResponse(_message.Message):
         dense_step: _builtins.int = ...,
         outputs: _abc.Mapping[_builtins.str, Global___Output] | None = ...,
         delta_sequence: _builtins.int | None = ...,
+        age_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_delta_sequence", b"_delta_sequence", "delta_sequence", b"delta_sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta_sequence", b"_delta_sequence", "delta_sequence", b"delta_sequence", "dense_step", b"dense_step", "model", b"model", "order", b"order", "outputs", b"outputs", "request_id", b"request_id", "scores", b"scores", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence", "dense_step", b"dense_step", "model", b"model", "order", b"order", "outputs", b"outputs", "request_id", b"request_id", "scores", b"scores", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
+    _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
     _WhichOneofReturnType__delta_sequence: _TypeAlias = _typing.Literal["delta_sequence"]  # noqa: Y015
     _WhichOneofArgType__delta_sequence: _TypeAlias = _typing.Literal["_delta_sequence", b"_delta_sequence"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__age_ms) -> _WhichOneofReturnType__age_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delta_sequence) -> _WhichOneofReturnType__delta_sequence | None: ...
 
 Global___RankResponse: _TypeAlias = RankResponse  # noqa: Y015
@@ -353,12 +381,17 @@ class LookupRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ROUTING_KEY_FIELD_NUMBER: _builtins.int
+    MAX_AGE_MS_FIELD_NUMBER: _builtins.int
+    MIN_SEQUENCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     timeout_ms: _builtins.int
     request_id: _builtins.str
     routing_key: _builtins.str
     """Whose request it is: while a canary is on, requests with the same key get the same version. Without it request_id is taken."""
+    max_age_ms: _builtins.int
+    """As of a RankRequest."""
+    min_sequence: _builtins.int
     @_builtins.property
     def sparse(self) -> _containers.MessageMap[_builtins.str, Global___SparseFeature]:
         """By feature name. `lengths` divides the ids into bags; without it each id is a bag of its own."""
@@ -372,13 +405,24 @@ class LookupRequest(_message.Message):
         timeout_ms: _builtins.int = ...,
         request_id: _builtins.str = ...,
         routing_key: _builtins.str = ...,
+        max_age_ms: _builtins.int | None = ...,
+        min_sequence: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "model", b"model", "request_id", b"request_id", "routing_key", b"routing_key", "sparse", b"sparse", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "model", b"model", "request_id", b"request_id", "routing_key", b"routing_key", "sparse", b"sparse", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_age_ms: _TypeAlias = _typing.Literal["max_age_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_age_ms: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms"]  # noqa: Y015
+    _WhichOneofReturnType__min_sequence: _TypeAlias = _typing.Literal["min_sequence"]  # noqa: Y015
+    _WhichOneofArgType__min_sequence: _TypeAlias = _typing.Literal["_min_sequence", b"_min_sequence"]  # noqa: Y015
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_age_ms) -> _WhichOneofReturnType__max_age_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_sequence) -> _WhichOneofReturnType__min_sequence | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
@@ -443,9 +487,14 @@ class LookupResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    DELTA_SEQUENCE_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     request_id: _builtins.str
+    delta_sequence: _builtins.int
+    """As of a RankResponse."""
+    age_ms: _builtins.int
     @_builtins.property
     def embeddings(self) -> _containers.MessageMap[_builtins.str, Global___Embedding]: ...
     def __init__(
@@ -455,12 +504,21 @@ class LookupResponse(_message.Message):
         version: _builtins.int = ...,
         embeddings: _abc.Mapping[_builtins.str, Global___Embedding] | None = ...,
         request_id: _builtins.str = ...,
+        delta_sequence: _builtins.int | None = ...,
+        age_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence", "embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
+    _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
+    _WhichOneofReturnType__delta_sequence: _TypeAlias = _typing.Literal["delta_sequence"]  # noqa: Y015
+    _WhichOneofArgType__delta_sequence: _TypeAlias = _typing.Literal["_delta_sequence", b"_delta_sequence"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__age_ms) -> _WhichOneofReturnType__age_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delta_sequence) -> _WhichOneofReturnType__delta_sequence | None: ...
 
 Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
 
