@@ -33,6 +33,7 @@ from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
 from serving.versions.fleet_member import FixedShards, FleetMember, LocalRows, ServingConfig
 from shard_node.agent.node_agent import NodeActions
+from shard_node.buckets import NodeIdentity
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, TlsContext, server_context
@@ -175,7 +176,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
     )
     member = fleet_member(options, membership, service, protection.node_tls)
     settings.check_store(options.store_place)
-    scheme, note, fixed = settings.scheme(options), "", "" if options.in_fleet else _ALONE
+    scheme, note, fixed = options.scheme, "", "" if options.in_fleet else _ALONE
     if workers > 1 and not options.in_fleet:
         note = _WORKER_NOTE.format(count=workers, process=os.getpid())
 
@@ -232,7 +233,7 @@ def fleet_member(
     local = fixed = None
     if options.has_rows:
         # One shard that has all rows, whatever a fleet of shard nodes would say.
-        rows = ShardNode(settings.node_identity(options, 0, 1))
+        rows = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=options.cards, sharding=options.sharding))
         partition = partial(settings.partition_of, options, plan, 0, 1)
         node = settings.node_config(
             options, config.node_id, store=membership.store, stage_cpu_share=config.stage_cpu_share

@@ -16,7 +16,7 @@ import click
 from serving.cli import GroupWithExamples, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_time, print_document, print_json, progress_bars
-from serving.cli.settings import check_store, config_of, published_folder, registry_url, with_model, with_registry
+from serving.cli.settings import check_store, config_of, published_folder, registry_url, with_registry
 from serving.config import FrontSettings
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def publish(snapshot: str | Path, store: StorePlace | None, as_json: bool, **opt
         return done, None if retain is None else await publishing.retain(fleet, where, done.record.model, retain)
 
     with progress_bars() as bars:
-        published, retained = with_registry(registry_url(options["registry"], where), work)
+        published, retained = with_registry(registry_url(options["registry"], where), work, may_be_new=True)
     done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
     report = published.report
     done |= {"golden_checked": report.golden_checked, "unchecked": None if report.golden_checked else report.checks[-1]}
@@ -125,7 +125,7 @@ def versions(model: str | None, url: str, as_json: bool) -> None:
             for record in sorted(published, key=lambda record: (record.model, record.version))
         ]
 
-    found = with_model(url, model, work)
+    found = with_registry(url, work, model)
     if as_json or found:
         (print_json if as_json else print_document)({"versions": found})
     else:
@@ -196,7 +196,7 @@ def start(model: str, version: int, follow: bool, url: str, **options: Any) -> N
     from loader.rollout.guards import GuardLimits
     from loader.rollout.requests import start_rollout
 
-    limits = config_of(GuardLimits, {}, "--guard: ", **dict(options["guard"]))
+    limits = config_of(GuardLimits, {}, "--guard: ", **options["guard"])
     canary, bake, bake_timeout_s = options["canary"], options["bake"], options["bake_timeout"]
     bake_s = bake if bake is not None else DEFAULT_CANARY_BAKE_S if canary is not None else 0.0
     if bake_timeout_s is not None and not bake_s:
@@ -233,7 +233,7 @@ def status(model: str | None, url: str, as_json: bool) -> None:
     async def work(fleet: FleetRegistry) -> tuple[FleetState, dict[str, str]]:
         return await read_fleet(fleet), await fleet.strangers()
 
-    fleet, strangers = with_model(url, model, work)
+    fleet, strangers = with_registry(url, work, model)
     models = sorted(fleet.rollouts.keys() | fleet.wanted.keys()) if model is None else [model]
     statuses = [fleet.status(name) for name in models]
     for node_id, problem in strangers.items():
@@ -262,7 +262,7 @@ def abort(model: str, reason: str, url: str) -> None:
     """
     from loader.rollout.requests import abort_rollout
 
-    ended = with_model(url, model, lambda fleet: abort_rollout(fleet, model, reason))
+    ended = with_registry(url, lambda fleet: abort_rollout(fleet, model, reason), model)
     click.echo(f"{model}: version {ended.to_version} is being taken back; see: shardrank rollout status {model}")
 
 
@@ -281,7 +281,7 @@ def reshard_command(shards: int, url: str) -> None:
     """
     from loader.rollout.requests import reshard
 
-    with_model(url, None, lambda fleet: reshard(fleet, shards))
+    with_registry(url, lambda fleet: reshard(fleet, shards))
     click.echo(f"the next versions are divided over {shards} shards")
 
 
@@ -322,7 +322,7 @@ def _begin(url: str, model: str, begin: Callable[[FleetRegistry], Awaitable[Roll
         # One that was running is back once it is aborted; a new one must come to its end.
         return (await follow_rollout(fleet, begun)).state == ("done" if begun.state == "running" else "aborted")
 
-    if not with_model(url, model, work):
+    if not with_registry(url, work, model):
         click.get_current_context().exit(1)
 
 

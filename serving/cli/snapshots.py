@@ -61,7 +61,7 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     if not is_pruned and keep_share is not None:
         raise click.UsageError("--keep-share: only with --prune")
     pruning = config_of(Pruning, {"keep_share": keep_share}) if is_pruned else None
-    films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=dict(options.pop("table")))
+    films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=options.pop("table"))
     interactions = read_interactions(movielens, ratings, seed)
     with progress_bars() as bars:
         version = train_version(

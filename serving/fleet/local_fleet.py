@@ -31,9 +31,8 @@ from loader.snapshot.publishing import fall_back, newest, register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.stores import open_store
-from router.errors import PlanError
 from router.plan import Plan
-from router.plan_file import PlanFile
+from serving.cli import settings
 from serving.errors import FleetError
 from serving.fleet.config import FleetConfig
 from serving.fleet.supervisor import (
@@ -123,15 +122,12 @@ def _planned(
     store: Store, config: FleetConfig, models: Sequence[str], model: str, version: int | None
 ) -> tuple[Snapshot, Plan]:
     """Read what divides a version, None for the newest that can be read; children fetch and check what they load."""
-    file = None if config.plan_file is None else PlanFile.read(config.plan_file)
-    if file is not None and file.model not in models:
-        raise PlanError(f"{config.plan_file}: model is {file.model!r}, allowed here are {list(models)}")
-    division = config.shards, config.sharding, config.cards, config.replicate_bytes
+    file = settings.read_plan(config, models)
     readable = newest(config.named_store, model) if version is None else None
     version = version if readable is None else readable.version
     with store.hold(model, version, with_rows=False, verify=False) as held:
         snapshot = Snapshot.open(held.path, verify=False, rows_here=isinstance(config.named_store, Path))
-        return snapshot, Plan.of_snapshot(snapshot, *division, file)
+        return snapshot, settings.plan_of(config, file, config.shards, snapshot)
 
 
 async def _choose(

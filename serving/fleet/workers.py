@@ -155,7 +155,7 @@ def run_workers(config: ServeConfig) -> None:
             async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
                 await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, {}))
                 announce(f"logs: {supervisor.log_directory}")
-                ports.announce(settings.scheme(config))
+                ports.announce(config.scheme)
                 notify_ready()
                 await asyncio.Event().wait()
 
