@@ -29,7 +29,6 @@ from loader.deltas.chain import (
     PART_BYTES,
     Commit,
     Tail,
-    decode_heads,
     encode_commit,
     entry_digest,
     is_commit,
@@ -440,7 +439,9 @@ class AsyncDeltaPublisher:
         commit = Commit.decode(last.payload)
         begin = commit.rows_bytes
         (heads,) = await self._fleet.registry.read_rows(self._stream, [(last.sequence, begin, begin + HEADS_BYTES)])
-        return Tail(commit.sequence, commit.digest, decode_heads(heads))
+        if len(heads) != HEADS_BYTES:
+            raise RegistryUnavailableError(f"stream {self._stream}: entry {last.sequence} has lost its rows")
+        return Tail(commit.sequence, commit.digest, heads)
 
     async def _check_end(self) -> None:
         """Find the end anew if it is not where it was. Raises DeltaLostError, once, if deltas are lost."""
