@@ -22,7 +22,7 @@ import numpy as np
 
 from loader.access_counts import AccessCounter
 from loader.errors import ShardrankError, UnavailableError
-from loader.registry.registry import Registry
+from loader.registry.fleet import FleetRegistry
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
 from router.hot_rows import ROW_OVERHEAD_BYTES, HotRows, HotRowsConfig, HotSet
@@ -131,9 +131,10 @@ def learning_counter(capacity: int) -> AccessCounter:
 class HotRowsKeeper:
     """Keeps the hot rows of one version, from `start` until it is closed.
 
-    `connect` makes it shards of its own. `registry` opens the registry whose stream of deltas is followed; None if the
-    nodes follow none. `on_status` is called with the tier's state about every second, on the keeper's thread. `before`
-    are the rows of a version before: one that learns begins with them, if they are rows of the same tables.
+    `connect` makes it shards of its own. `fleet` opens the registry whose stream of deltas is followed, as long as it is
+    still the fleet's; None if the nodes follow none. `on_status` is called with the tier's state about every second, on
+    the keeper's thread. `before` are the rows of a version before: one that learns begins with them, if they are rows
+    of the same tables.
 
     Raises MemoryBudgetError if there is no room for the tier in `memory`, and HotRowsError if that has none for a row.
 
@@ -147,7 +148,7 @@ class HotRowsKeeper:
         snapshot: Snapshot,
         plan: Plan,
         connect: Callable[[], Sequence[ReplicatedShard]],
-        registry: Callable[[], Registry] | None = None,
+        fleet: Callable[[], FleetRegistry] | None = None,
         on_status: Callable[[HotStatus], None] = lambda status: None,
         memory: RowMemory | None = None,
         before: HotRows | None = None,
@@ -156,7 +157,7 @@ class HotRowsKeeper:
         self._model, self._version = snapshot.spec.model, snapshot.version
         self._name = f"hot rows of version {self._version} of model {self._model!r}"
         self._owners, self._cutter = BucketOwners(plan), Cutter(plan.layout, FETCH_PIECE_BYTES)
-        self._connect, self._registry, self._on_status = connect, registry, on_status
+        self._connect, self._fleet, self._on_status = connect, fleet, on_status
         self._budget = HotBudget(config, plan.layout)
         self._claim = (memory or RowMemory()).take(config.size_bytes)
         learned = learning_counter(self._budget.capacity) if self._budget.learns else None
@@ -195,11 +196,11 @@ class HotRowsKeeper:
         assert keeping is not None
         self._stop = lambda: loop.call_soon_threadsafe(keeping.cancel)
         shards = list(self._connect())
-        registry = None if self._registry is None else self._registry()
+        fleet = None if self._fleet is None else self._fleet()
         try:
             while True:
                 try:
-                    await self._keep(shards, registry)
+                    await self._keep(shards, fleet)
                 except ShardrankError as error:
                     self._warn(f"{type(error).__name__}: {error}")
                 except Exception:
@@ -211,15 +212,15 @@ class HotRowsKeeper:
         finally:
             for shard in shards:
                 await shard.close()
-            if registry is not None:
-                await registry.close()
+            if fleet is not None:
+                await fleet.registry.close()
 
-    async def _keep(self, shards: Sequence[ReplicatedShard], registry: Registry | None) -> None:
-        sequence = await self._check_sequence(shards, follows=registry is not None)
+    async def _keep(self, shards: Sequence[ReplicatedShard], fleet: FleetRegistry | None) -> None:
+        sequence = await self._check_sequence(shards, follows=fleet is not None)
         self.rows.deltas = DeltaPosition(self._snapshot.manifest.delta_start[0], sequence)
-        work = [self._choose(shards), self._report_often(shards, follows=registry is not None)]
-        if registry is not None:
-            work.append(DeltaFollower(registry, self._model, self._version, self.rows).run())
+        work = [self._choose(shards), self._report_often(shards, follows=fleet is not None)]
+        if fleet is not None:
+            work.append(DeltaFollower(fleet, self._model, self._version, self.rows).run())
         tasks = [asyncio.create_task(each) for each in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -26,8 +26,8 @@ from loader.deltas.chain import (
 )
 from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError, ShardrankError
 from loader.progress import ended
-from loader.registry.fleet import delta_stream
-from loader.registry.registry import MAX_SEQUENCE, Registry, StreamEntry
+from loader.registry.fleet import FleetRegistry, delta_stream
+from loader.registry.registry import MAX_SEQUENCE, StreamEntry
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.tables import Frozen
 from shard_node.buckets import Partition
@@ -84,7 +84,7 @@ class DeltaFollower:
 
     def __init__(
         self,
-        registry: Registry,
+        fleet: FleetRegistry,
         model: str,
         version: int,
         tables: FollowedRows,
@@ -92,7 +92,7 @@ class DeltaFollower:
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
         config: FollowerConfig = DEFAULT_CONFIG,
     ) -> None:
-        self._registry = registry
+        self._fleet, self._registry = fleet, fleet.registry
         self._model = model
         self._where = f"version {version} of model {model!r}"
         self._engine = tables.engine
@@ -201,10 +201,14 @@ class DeltaFollower:
             if self._silent:
                 logger.info("%s: the registry answers again", self._where)
                 self._silent = False
-            self._position.seen(entries[-1].sequence if entries else after, looked_at)
             if not entries:
+                self._position.seen(after, looked_at)
                 return config.poll_s
+            last = entries[-1].sequence
             entries, parts = await self._read_parts(entries)
+            # Another fleet may have a stream of this name.
+            await self._fleet.check_identity()
+            self._position.seen(last, looked_at)
             started_at = time.perf_counter()
             work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries, parts)
             try:
@@ -256,6 +260,7 @@ class DeltaFollower:
         if self._looked_at_end is not None and 0 <= now - self._looked_at_end < self._config.check_end_s:
             return
         bounds, position, sequence = await self._registry.bounds(self._stream), self._position, self._position.sequence
+        await self._fleet.check_identity()
         if bounds.last < sequence and sequence > position.snapshot().last_delta:
             if bounds.last:
                 raise self._fork(f"which ends with {bounds.last}: it has lost what came after")
@@ -286,7 +291,7 @@ def _read_partitions(tables: FollowedRows) -> dict[str, Partitions]:
 
 
 async def catch_up(
-    registry: Registry, model: str, version: int, tables: LoadedTables, limit_s: float | None = CATCH_UP_LIMIT_S
+    fleet: FleetRegistry, model: str, version: int, tables: LoadedTables, limit_s: float | None = CATCH_UP_LIMIT_S
 ) -> None:
     """Apply what its stream of deltas holds by now to tables that nobody uses yet; then nothing writes to them.
 
@@ -296,9 +301,11 @@ async def catch_up(
     deltas, until, reason, looked_at = tables.deltas, MAX_SEQUENCE, "", time.time()
     try:
         async with asyncio.timeout(limit_s):
-            until = (await registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
+            last = (await fleet.registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
+            await fleet.check_identity()
+            until = last
             deltas.seen(until, looked_at)
-            await DeltaFollower(registry, model, version, tables).run(until)
+            await DeltaFollower(fleet, model, version, tables).run(until)
     except TimeoutError:
         reason = f"not applied within {limit_s} s"
     except Exception as error:
@@ -314,10 +321,10 @@ class Followers:
     `gaps` are why versions that shall follow can't, `forks` count those that ended for a fork.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, fleet: FleetRegistry) -> None:
         self.gaps: dict[tuple[str, int], str] = {}
         self.forks = Counter[tuple[str, int]]()
-        self._registry = registry
+        self._fleet = fleet
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def reconcile(self, model: str, versions: Mapping[int, LoadedTables]) -> None:
@@ -328,7 +335,7 @@ class Followers:
         for version, tables in versions.items():
             before = self._tasks.get((model, version))
             if (before is None or before.done()) and not tables.deltas.snapshot().forked:
-                follower = DeltaFollower(self._registry, model, version, tables)
+                follower = DeltaFollower(self._fleet, model, version, tables)
                 task = asyncio.create_task(self._follow(model, version, follower), name=f"deltas {model} {version}")
                 self._tasks[model, version] = task
 

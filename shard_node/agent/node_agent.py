@@ -162,7 +162,7 @@ class NodeActions:
         self._memory = RowMemory(config.memory_cap_bytes)
         self._card_set = card_set
         self._store = open_store(config.store)
-        self._followers = Followers(fleet.registry)
+        self._followers = Followers(fleet)
         node.forks = self._followers.forks
         self._live: dict[str, int | None] = {}
         self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
@@ -227,8 +227,7 @@ class NodeActions:
         tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)
         try:
             if limit_s != 0:
-                await catch_up(self._fleet.registry, model, version, tables, limit_s)
-                await self._fleet.check_identity()
+                await catch_up(self._fleet, model, version, tables, limit_s)
             yield tables
         except BaseException:
             tables.close()
@@ -243,8 +242,7 @@ class NodeActions:
             loaded = {version: each for (name, version), each in self._generations().items() if name == model}
             if desired.live in loaded and loaded[desired.live].state != "live":
                 self._node.generations.flip(model, desired.live)
-            followed = () if self._fleet.foreign else desired.follow
-            follow = {version: loaded[version].payload for version in followed if version in loaded}
+            follow = {version: loaded[version].payload for version in desired.follow if version in loaded}
             await self._followers.reconcile(model, follow)
         for version, tables in follow.items():
             before = self._mending.get((model, version))

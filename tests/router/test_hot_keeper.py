@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import shutil
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ import pytest
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry import open_registry
+from loader.registry.fleet import FleetRegistry
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
@@ -55,6 +57,7 @@ class Nodes:
         self.snapshot, self.stack = snapshot, stack
         self.plan = Plan.make(snapshot.spec, 2, "hash", replicate_bytes=0)
         self.registry = open_registry(folder / "registry")
+        self.fleet = FleetRegistry(self.registry)
         self.publisher = AsyncDeltaPublisher(self.registry, MODEL, snapshot.version)
         self.nodes: dict[tuple[int, int], ShardNode] = {}
         self.addresses: dict[tuple[int, int], Address] = {}
@@ -73,7 +76,7 @@ class Nodes:
     async def follow(self, *names: tuple[int, int]) -> Followers:
         """Have these nodes, or all, follow deltas; the last one by the followers that are returned."""
         for name in names or self.nodes:
-            followers = Followers(self.registry)
+            followers = Followers(self.fleet)
             payload = self.nodes[name].generations.payload(MODEL, self.snapshot.version)
             await followers.reconcile(MODEL, {self.snapshot.version: payload})
             self.stack.push_async_callback(followers.close)
@@ -96,11 +99,16 @@ class Nodes:
 
     async def keep(self, config: HotRowsConfig = STATIC, *, registry: bool = True, **more: Any) -> HotRowsKeeper:
         if registry:
-            more["registry"] = partial(open_registry, self._folder / "registry")
+            more["fleet"] = self._open_fleet
         keeper = HotRowsKeeper(config, self.snapshot, self.plan, self.connect, **more)
         self.stack.push_async_callback(asyncio.to_thread, keeper.close)
         await asyncio.to_thread(keeper.start)
         return keeper
+
+    def _open_fleet(self) -> FleetRegistry:
+        fleet = copy.copy(self.fleet)
+        fleet.registry = open_registry(self._folder / "registry")
+        return fleet
 
     def router(self, keeper: HotRowsKeeper) -> Router:
         router = make_router(self.snapshot, self.plan, self.connect(), keeper.rows)
@@ -340,3 +348,22 @@ def test_the_learned_rows_are_nearly_the_hottest(exponent):
                 counter.fold()
         learned = counter.fold().most_frequent(capacity).keys
         assert share_of_row[learned].sum() > ends[capacity - 1] - 0.02
+
+
+async def test_copies_never_follow_another_fleets_registry(nodes, tmp_path):
+    await nodes.fleet.check_identity(create=True)
+    keeper = await nodes.keep()
+    other, stream = open_registry(tmp_path / "other"), StreamWriter(SPEC)
+    await FleetRegistry(other).check_identity(create=True)
+    stream.write("user", [7], np.full((1, 16), 66.0))
+    await stream.put(other)
+    shutil.move(tmp_path / "registry", tmp_path / "away")
+    shutil.move(tmp_path / "other", tmp_path / "registry")
+    await asyncio.sleep(0.3)
+    assert keeper.rows.deltas.sequence == 0
+    np.testing.assert_array_equal(held(keeper.rows.current, "user")[7], exported(nodes.snapshot, "user", 7))
+    shutil.move(tmp_path / "registry", tmp_path / "other")
+    shutil.move(tmp_path / "away", tmp_path / "registry")
+    await nodes.publish("user", [7], 5.0)
+    await until(lambda: held(keeper.rows.current, "user")[7][0] == 5.0)
+    await other.close()

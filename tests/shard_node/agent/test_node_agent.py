@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader.errors import RolloutError, SnapshotCorruptError, SnapshotError
-from loader.registry.fleet import FleetRecord, PublishedVersion, WantedModel, delta_stream
+from loader.registry import open_registry
+from loader.registry.fleet import FleetRecord, FleetRegistry, PublishedVersion, WantedModel, delta_stream
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
@@ -248,7 +249,7 @@ async def test_rows_of_a_forked_stream_are_replaced(under, beside, tmp_path, mon
     # Without room nothing answers for a moment.
     assert values <= {3.0, 9.0} | (set() if beside else {None})
     expected = load_tables(snapshot, *plan_of(snapshot))
-    await catch_up(under.fleet.registry, "films", 1, expected)
+    await catch_up(under.fleet, "films", 1, expected)
     bags = random_table_bags(np.random.default_rng(5), expected.engine.layout, 400, 5)
     for actual, wanted in zip(under.node.pool("films", 1, bags), expected.engine.pool(bags), strict=True):
         np.testing.assert_array_equal(actual, wanted)
@@ -293,6 +294,40 @@ async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeyp
     await announce(forked=False)
     await until(lambda: under.actions.reports() and under.actions.reports()[0].delta_sequence == 1)
     assert user_3(under) == [1.0] * 16
+
+
+@pytest.mark.parametrize("applied", [0, 2])
+async def test_deltas_of_another_fleet_are_never_applied(under, applied, tmp_path):
+    """Its stream of that name is as good as none: neither rows nor what is known of theirs change."""
+    await under.publish(1)
+    stream, theirs = StreamWriter(make_spec()), StreamWriter(make_spec())
+    for value in (1.0, 2.0, 3.0):
+        stream.write("user", [3], np.full((1, 16), value))
+        theirs.write("user", [3], np.full((1, 16), 60.0 + value))
+    del theirs.entries[1 if applied else 2 :]
+    rest = stream.entries[applied:]
+    del stream.entries[applied:]
+    await stream.put(under.fleet.registry)
+    await under.want("films", hold=(1,), live=1, follow=(1,))
+    await until(lambda: under.actions.reports() and not under.actions.problems(under.agent))
+    await reached(under, applied)
+    before = user_3(under)
+    other = open_registry(tmp_path / "other")
+    await FleetRegistry(other).check_identity(create=True)
+    await theirs.put(other)
+    await other.close()
+    shutil.move(tmp_path / "registry", tmp_path / "away")
+    shutil.move(tmp_path / "other", tmp_path / "registry")
+    await asyncio.sleep(1.2)
+    assert under.fleet.foreign
+    (report,) = under.actions.reports()
+    assert (user_3(under), report.delta_sequence, report.forked, report.reason) == (before, applied, False, "")
+    shutil.move(tmp_path / "registry", tmp_path / "other")
+    shutil.move(tmp_path / "away", tmp_path / "registry")
+    stream.entries += rest
+    await stream.put(under.fleet.registry, applied)
+    await reached(under, 3)
+    assert user_3(under) == [3.0] * 16
 
 
 async def test_a_node_that_divides_rows_otherwise_is_refused(under):
