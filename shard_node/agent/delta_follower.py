@@ -159,8 +159,8 @@ class DeltaFollower:
                 batch.check_table(*(layout.tables[number] for number in slices))
                 written = self._engine.write_rows(slices if batch.column_dims else slices[0], batch.rows, batch.stored)
             position.heads.update(heads)
-            position.digest, position.is_chained = entry_digest(entry.payload), batch is not stated
-            position.applied(stated.sequence, stated.published_at, written, self._clock())
+            position.is_chained, digest = isinstance(stated, Commit), entry_digest(entry.payload)
+            position.applied(stated.sequence, stated.published_at, written, self._clock(), digest)
 
     def _is_next(self, entry: StreamEntry, stated: Commit | DeltaBatch) -> bool:
         """Return whether an entry follows what was applied, or was applied. Raises DeltaError if it is neither."""
@@ -176,19 +176,19 @@ class DeltaFollower:
                 kind="delta_gap",
             )
         # A snapshot may contain deltas that were lost: as long as no other was applied, it goes on from there.
-        if isinstance(stated, Commit) and position.digest:
-            allowed = (position.digest, NOTHING) if previous == sequence else ()
+        if isinstance(stated, Commit) and position.now.digest:
+            allowed = (position.now.digest, NOTHING) if previous == sequence else ()
             if stated.predecessor not in allowed:
                 raise self._fork(f"where {number} follows {previous} ({stated.predecessor.hex()})")
         return True
 
     def _check_same(self, entry: StreamEntry) -> None:
         digest = entry_digest(entry.payload)
-        if entry.sequence == self._position.sequence and self._position.digest not in (b"", digest):
+        if entry.sequence == self._position.sequence and self._position.now.digest not in (b"", digest):
             raise self._fork(f"where it is another one ({digest.hex()})")
 
     def _fork(self, what: str) -> DeltaError:
-        applied = f"{self._position.sequence} ({self._position.digest.hex()})"
+        applied = f"{self._position.sequence} ({self._position.now.digest.hex()})"
         return DeltaError(f"{self._where} has delta {applied} of {self._stream}, {what}", kind="delta_fork")
 
     async def _round(self, executor: ThreadPoolExecutor) -> float:
@@ -270,6 +270,7 @@ class DeltaFollower:
         if bounds.last == sequence and position.is_chained:
             for entry in await self._registry.read(self._stream, sequence - 1, 1):
                 self._check_same(entry)
+                position.is_chained = is_commit(entry.payload)
         self._looked_at_end = now
         position.seen(bounds.last, now)
 
