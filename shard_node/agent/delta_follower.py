@@ -104,20 +104,23 @@ class DeltaFollower:
         self._sleep = sleep
         self._config = config
         self._looked_at_end: float | None = None
+        self._last = MAX_SEQUENCE
         self._stopping = False
         self._silent = False
 
     async def run(self, until: int | None = None) -> None:
         """Follow the stream until cancelled; nothing writes rows any more when it ends.
 
-        With `until` it ends once that delta is applied, or one was refused. Raises DeltaError if the stream does not
-        have what comes next any more (`delta_gap`: the version must be staged anew, from a snapshot that contains
-        more), or not what was applied (`delta_fork`: these rows must be replaced).
+        With `until` it ends once that delta is applied, or one was refused, or the stream has lost it. Raises
+        DeltaError if the stream does not have what comes next any more (`delta_gap`: the version must be staged anew,
+        from a snapshot that contains more), or not what was applied (`delta_fork`: these rows must be replaced).
         """
         self._stopping = False
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"deltas-{self._model}")
         try:
-            while until is None or (self._position.sequence < until and not self._position.snapshot().reason):
+            while until is None or (
+                self._position.sequence < min(until, self._last) and not self._position.snapshot().reason
+            ):
                 await self._sleep(await self._round(executor))
         finally:
             # Waits for nothing: what was handed to it has ended.
@@ -271,7 +274,7 @@ class DeltaFollower:
             for entry in await self._registry.read(self._stream, sequence - 1, 1):
                 self._check_same(entry)
                 position.is_chained = is_commit(entry.payload)
-        self._looked_at_end = now
+        self._looked_at_end, self._last = now, bounds.last
         position.seen(bounds.last, now)
 
 

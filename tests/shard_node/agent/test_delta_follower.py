@@ -441,6 +441,17 @@ async def test_lost_deltas_still_count_as_missing(scene):
         assert scene.position.snapshot().lag == 0
 
 
+async def test_catching_up_ends_where_the_stream_has_lost_its_end(scene):
+    registry = Unsteady(scene.registry)
+    registry.last_read = 2
+    await scene.publish(3)
+    catching_up = asyncio.create_task(catch_up(FleetRegistry(registry), MODEL, 1, scene.tables, limit_s=None))
+    await until(lambda: scene.position.sequence == 2)
+    registry.reported = StreamBounds(1, 2)
+    await catching_up
+    assert not scene.position.snapshot().has_caught_up
+
+
 async def test_a_follower_without_memory_waits_for_it(scene, caplog):
     """Rows of mapped tables need memory for the pages that are changed."""
     free_bytes = CLAIM_BYTES - 1

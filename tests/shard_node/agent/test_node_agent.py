@@ -264,9 +264,10 @@ async def test_rows_of_a_forked_stream_are_replaced(under, beside, tmp_path, mon
 
 
 @pytest.mark.parametrize("under", [{"memory_cap_bytes": 2 * SIZE - 1}], indirect=True)
-async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeypatch):
+async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeypatch, caplog):
     """The one that comes before has forked too: this one answers until that is ready again."""
     monkeypatch.setattr(node_agent, "ANNOUNCED_S", 0.05)
+    monkeypatch.setattr(node_agent, "RETRY_S", 0.05)
     await under.publish(1)
     stream = StreamWriter(make_spec())
     for value in (1.0, 2.0):
@@ -285,7 +286,10 @@ async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeyp
     shutil.rmtree(tmp_path / "registry" / "streams")
     del stream.entries[1:]
     await stream.put(under.fleet.registry)
-    await until(lambda: under.actions.reports()[0].forked)
+    await until(lambda: "is not staged anew yet: it comes after a-node" in caplog.text)
+    break_registry(tmp_path)
+    await until(lambda: "is not mended yet: " in caplog.text)
+    repair_registry(tmp_path)
     for state in ("ready", "draining", "staging"):
         await announce(forked=True, state=state)
         for _ in range(20):
@@ -328,6 +332,102 @@ async def test_deltas_of_another_fleet_are_never_applied(under, applied, tmp_pat
     await stream.put(under.fleet.registry, applied)
     await reached(under, 3)
     assert user_3(under) == [3.0] * 16
+
+
+async def fork(under: NodeUnderTest, folder: Path) -> StreamWriter:
+    """Has deltas 1 to 3 applied, of which the registry then loses the third."""
+    await under.publish(1)
+    stream = StreamWriter(make_spec())
+    for value in (1.0, 2.0, 3.0):
+        stream.write("user", [3], np.full((1, 16), value))
+    await stream.put(under.fleet.registry)
+    await under.want("films", hold=(1,), live=1, follow=(1,))
+    await until(lambda: under.actions.reports() and under.actions.reports()[0].delta_sequence == 3)
+    del stream.entries[2:]
+    shutil.rmtree(folder / "registry" / "streams")
+    await stream.put(under.fleet.registry)
+    return stream
+
+
+@pytest.mark.parametrize("under", [{}, {"memory_cap_bytes": 2 * SIZE - 1}], indirect=True)
+async def test_a_registry_that_is_emptied_while_rows_are_mended_takes_none_back(under, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(node_agent, "ANNOUNCED_S", 0.05)
+    monkeypatch.setattr(node_agent, "RETRY_S", 0.05)
+    stage = node_agent.stage_tables
+
+    def emptied(*arguments, **options):
+        if under.actions.loaded():
+            shutil.rmtree(tmp_path / "registry" / "streams", ignore_errors=True)
+        return stage(*arguments, **options)
+
+    monkeypatch.setattr(node_agent, "stage_tables", emptied)
+    stream = await fork(under, tmp_path)
+    await until(lambda: "is not mended yet: the registry has no deltas/films/1 any more" in caplog.text)
+    assert user_3(under) == [3.0] * 16
+    monkeypatch.setattr(node_agent, "stage_tables", stage)
+    await stream.put(under.fleet.registry)
+    await until(lambda: under.actions.reports() and under.actions.reports()[0].delta_sequence == 2)
+    assert user_3(under) == [2.0] * 16
+
+
+@pytest.mark.parametrize("under", [{"memory_cap_bytes": 2 * SIZE - 1}], indirect=True)
+async def test_a_version_that_is_to_be_staged_anew_can_be_retired(under, tmp_path, monkeypatch):
+    monkeypatch.setattr(node_agent, "ANNOUNCED_S", 0.05)
+    await fork(under, tmp_path)
+    with under.node.generations.lease("films", 1) as lease:
+        await until(lambda: lease.generation.state == "draining")
+        under.agent_runs.cancel()
+        await asyncio.wait([under.agent_runs])
+        retiring = asyncio.create_task(under.actions.retire("films", 1))
+        await asyncio.sleep(0.1)
+        assert not retiring.done()
+    await retiring
+    assert under.actions.loaded() == set()
+
+
+async def test_a_fork_that_is_noticed_while_staging_is_counted(under):
+    under.agent_runs.cancel()
+    await asyncio.wait([under.agent_runs])
+    await under.publish(1)
+    first, second = StreamWriter(make_spec()), StreamWriter(make_spec())
+    for number in range(3):
+        first.write("user", [3], np.full((1, 16), 1.0))
+        second.write("user", [number], np.full((1, 16), 2.0))
+    first.entries[2:] = second.entries[2:]
+    await first.put(under.fleet.registry)
+    desired = WantedModel(model="films", epoch=1, live=1, hold=(1,), follow=(1,))
+    await under.actions.stage("films", 1, desired, lambda fraction: None)
+    (served,) = under.node.info().versions
+    assert (served.delta_sequence, served.forked, served.delta_forks) == (2, True, 1)
+
+
+def break_registry(folder: Path) -> None:
+    (folder / "registry").rename(folder / "away")
+    (folder / "registry").write_text("no folder")
+
+
+def repair_registry(folder: Path) -> None:
+    (folder / "registry").unlink()
+    (folder / "away").rename(folder / "registry")
+
+
+async def test_rows_are_not_loaded_again_after_a_short_outage(under, tmp_path, monkeypatch):
+    loads, stage = [], node_agent.stage_tables
+
+    def loaded(*arguments, **options):
+        tables = stage(*arguments, **options)
+        loads.append(tables)
+        break_registry(tmp_path)
+        return tables
+
+    monkeypatch.setattr(node_agent, "stage_tables", loaded)
+    await under.publish(1)
+    await under.want("films", hold=(1,), live=1, follow=(1,))
+    await until(lambda: loads)
+    await asyncio.sleep(0.2)
+    repair_registry(tmp_path)
+    await under.announced("films", 1, "ready")
+    assert len(loads) == 1
 
 
 async def test_a_node_that_divides_rows_otherwise_is_refused(under):
