@@ -385,8 +385,10 @@ class NodeActions:
             state = "not loaded yet" if report is None else f"{report.state} {report.reason}".rstrip()
             return f"version {version} is {state}"
         deltas = generation.payload.deltas.snapshot()
-        if version not in desired.follow or deltas.has_caught_up:
+        if version not in desired.follow or (deltas.has_caught_up and not deltas.forked):
             return ""
+        if deltas.forked:
+            return f"row updates of version {version} have forked: {deltas.reason}"
         until = "what its stream has" if deltas.catch_up_to is None else deltas.catch_up_to
         reason = deltas.reason and f": {deltas.reason}"
         return f"version {version} has applied delta {deltas.sequence}, not yet {until}{reason}"

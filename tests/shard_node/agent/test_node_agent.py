@@ -287,6 +287,7 @@ async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeyp
     del stream.entries[1:]
     await stream.put(under.fleet.registry)
     await until(lambda: "is not staged anew yet: it comes after a-node" in caplog.text)
+    assert "row updates of version 1 have forked: " in under.actions.problems(under.agent)["films"]
     break_registry(tmp_path)
     await until(lambda: "is not mended yet: " in caplog.text)
     repair_registry(tmp_path)
