@@ -17,6 +17,8 @@ ShardrankError
     RegistryError                 500  and below it, by what to do about the registry
     DeltaError                    409  changed rows that do not fit what is there
         DeltaFormatError          400  the rows themselves are wrong
+        DeltaLostError            409  the registry lost them: publish their rows again
+        PublisherSupersededError  409  another of the same name has begun: end
         StreamFullError           507  roll out a snapshot that contains them
     RolloutError                  409  as things are, a version can't be rolled out, staged or flipped
 
@@ -27,7 +29,8 @@ file. A message names the field, the value and what is allowed.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
@@ -175,7 +178,7 @@ class RegistryRecordError(RegistryError, kind="registry_record"):
 
 
 class StreamSequenceError(RegistryError, http_status=409, grpc_status="OUT_OF_RANGE", kind="stream_sequence"):
-    """An entry whose sequence number is not the next one of its stream."""
+    """An entry that does not go on from the end of its stream, or of a format that is over there."""
 
 
 class DeltaError(
@@ -219,15 +222,18 @@ class RolloutError(ShardrankError, http_status=409, grpc_status="FAILED_PRECONDI
     """A rollout, stage, flip or retire that is not possible as things are, or a node that does not fit its fleet."""
 
 
-def file_error(path: Path, action: str, error: OSError | MemoryError) -> SnapshotError:
-    """Return the error of a failure to do `action` ("read", "mapped") with a snapshot's file: damage, or a shortage."""
-    exhausted = isinstance(error, MemoryError) or error.errno in _EXHAUSTED
-    kind = SnapshotResourceError if exhausted else SnapshotCorruptError
-    if isinstance(error, FileNotFoundError):
-        return kind(f"{path}: missing")
-    # Not the whole text of an OSError: it names the path a second time.
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return kind(f"{path}: can't be {action}: {reason}")
+@contextmanager
+def file_errors(path: Path, action: str) -> Iterator[None]:
+    """Raise a SnapshotError where the block can't do `action` ("read", "mapped") with a file: damage, or a shortage."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        exhausted = isinstance(error, MemoryError) or error.errno in _EXHAUSTED
+        kind = SnapshotResourceError if exhausted else SnapshotCorruptError
+        # Not the whole text of an OSError: it names the path a second time.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        is_gone = isinstance(error, FileNotFoundError)
+        raise kind(f"{path}: missing" if is_gone else f"{path}: can't be {action}: {reason}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

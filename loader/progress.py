@@ -35,6 +35,19 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
+def counting(progress: Progress, what: str, total: int) -> Callable[[int], None]:
+    """Return a function that adds to what is done, and reports it. Thread-safe."""
+    done, lock = 0, threading.Lock()
+
+    def add(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress(what, done, total)
+
+    return add
+
+
 def throttled(
     progress: Progress,
     cpu_share: float,

@@ -19,9 +19,6 @@ from typing import Any
 
 import click
 
-from loader.errors import ConfigError
-from loader.snapshot.reader import Snapshot
-from loader.snapshot.store import Store
 from loadtest.bench.harness import BUSY_MEASURES, CPU, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import APIS, request_options, workload_option
 from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, TOLERANCES, OfferedLoad, RunConfig
@@ -49,7 +46,7 @@ RATE_SHARE = 0.5
 AT_RATE = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
 MEASURES = (
     *BUSY_MEASURES,
-    *(Measure(f"{CPU}, {role}", "ms") for role in ("serve", "serve, kernel", "nodes", "nodes, kernel")),
+    *(Measure(f"{CPU}, {role}", "ms") for role in ("serve", "nodes")),
     *(Measure(f"{percentile}, 1 in flight", "ms") for percentile in ("p50", "p99")),
     *(Measure(f"{percentile}, at the rate", "ms") for percentile in AT_RATE),
     Measure("bytes of a request, back", "B"),
@@ -172,7 +169,10 @@ class ArmMeasure:
             if self.rate:
                 values |= self.values_at_rate(f"{arm.name}, round {number + 1}", load, number, seconds)
             if number == 0:
-                self.check(arm.name, [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)])
+                scores = [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]
+                self.expected = self.expected or scores
+                for request, (actual, expected) in enumerate(zip(scores, self.expected, strict=True)):
+                    check_scores(f"{arm.name}, request {request}", actual, expected, self.tolerance)
         return values | {f"{percentile}, 1 in flight": alone[percentile] for percentile in ("p50", "p99")}
 
     def values_at_rate(self, what: str, load: OfferedLoad, number: int, seconds: float) -> Values:
@@ -185,31 +185,6 @@ class ArmMeasure:
         if missing := [name for name, time_ms in found.items() if time_ms is None]:
             self.bench.problems.append(f"{what}: {', '.join(missing)} at the rate: requests failed ({result.errors})")
         return {f"{name}, at the rate": time_ms for name, time_ms in found.items() if time_ms is not None}
-
-    def check(self, name: str, scores: list[Float32Array]) -> None:
-        """Compare scores with those of the first arm that was measured. Raises LoadError: request and difference."""
-        self.expected = self.expected or scores
-        for request, (given, right) in enumerate(zip(scores, self.expected, strict=True)):
-            check_scores(f"{name}, request {request}", given, right, self.tolerance)
-
-
-def compared_snapshot(load: OfferedLoad, store: Path) -> Path:
-    """Find the workload's model in a store: its latest version there, or else one that is written.
-
-    Raises ConfigError: the store's model has other tables or features.
-    """
-    assert isinstance(load.workload, str)
-    expected = open_workload(load.workload).spec
-    if not Store(store).versions(expected.model):
-        with progress_bars() as bars:
-            write_random_snapshot(expected, store, seed=load.seed, progress=bars)
-    folder = Store(store).snapshot_path(expected.model)
-    spec = Snapshot.open(folder, verify=False).spec
-    for what in ("tables", "features"):
-        if getattr(spec, what) != getattr(expected, what):
-            advice = "name another --store, or the workload that it was prepared with"
-            raise ConfigError(f"{folder}: its {what} are not those of the workload {load.workload!r}; {advice}")
-    return folder.resolve()
 
 
 @bench_command
@@ -224,8 +199,6 @@ def compared_snapshot(load: OfferedLoad, store: Path) -> Path:
 )
 @workload_option
 @request_options
-@opts.option("--store", "Serve the workload's model from here, written if missing. Default: a temporary folder.",
-             opts.FOLDER)  # fmt: skip
 @opts.choice("--api", APIS, "oip: Open Inference Protocol, over HTTP with binary tensors.")
 @opts.count("--requests", "Distinct ones. Default: 1024.")
 @opts.count("--in-flight", "Requests that are always out while throughput, CPU and bytes of a request are measured.",
@@ -243,7 +216,6 @@ def compare_cards(
     cards: tuple[int, ...],
     shards: tuple[int, ...] | None,
     transports: tuple[str, ...],
-    store: Path | None,
     in_flight: int,
     rate: float | None,
     seconds: float,
@@ -271,7 +243,9 @@ def compare_cards(
     DeviceChoice.parse(device)
     serve_flags = ("--workers", str(workers), "--dtype", dtype)
     with Generators() as generators:
-        snapshot = compared_snapshot(load, store or bench.folder / "store")
+        with progress_bars() as bars:
+            spec = open_workload(str(given["workload"])).spec
+            snapshot = write_random_snapshot(spec, bench.folder / "store", seed=load.seed, progress=bars)
         measured = ArmMeasure(
             bench, generators, load, snapshot, ("--device", device), serve_flags, in_flight, bench.seconds(seconds),
             TOLERANCES[choose_dtype(dtype)],
@@ -285,7 +259,9 @@ def compare_cards(
             "workload": generators.prepare(load)[0].workload,
             "api": load.spoken,
             "requests are": FORMS[load.varied],
+            "rate": f"{measured.rate:.1f}/s",
+            "serving processes": f"{workers}",
+            "device": device,
+            "dense model": dtype,
         }
-        setup["rate"] = f"{measured.rate:.1f}/s"
-        setup |= {"serving processes": f"{workers}", "device": device, "dense model": dtype}
         bench.run([BenchTable(f"cards and shards, {in_flight} in flight", MEASURES, subjects, setup)])

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from loader.snapshot.manifest import MAX_PLAN_BYTES, MAX_TABLES, ModelSpec
 from loader.snapshot.tables import (
@@ -32,7 +32,7 @@ from loader.snapshot.tables import (
     Bucketing,
     Frozen,
     Name,
-    schema_errors,
+    refused_as,
 )
 from router.errors import PlanError
 
@@ -176,10 +176,8 @@ class PlanFile(Frozen):
         """
         if len(content) > MAX_PLAN_BYTES:
             raise PlanError(f"{where}: more than {MAX_PLAN_BYTES} bytes")
-        try:
+        with refused_as(PlanError, f"{where}: ", cls):
             plan = cls.model_validate_json(content, strict=True)
-        except ValidationError as error:
-            raise PlanError(f"{where}: {'; '.join(map(str, list(schema_errors(error, [cls]))[:5]))}") from error
         if plan.digest != plan.content_digest:
             raise PlanError(
                 f"{where}: digest is {plan.digest[:12]}…, but the content has {plan.content_digest[:12]}…: it was "
@@ -259,7 +257,5 @@ def with_columns(spec: ModelSpec, dims: Mapping[str, tuple[int, ...]]) -> ModelS
     document = spec.model_dump()
     for table in document["tables"]:
         table["column_dims"] = dims.get(table["name"], ())
-    try:
+    with refused_as(PlanError, "plan: ", ModelSpec):
         return ModelSpec.model_validate(document)
-    except ValidationError as error:
-        raise PlanError(f"plan: {'; '.join(map(str, schema_errors(error, [ModelSpec])))}") from error

@@ -6,14 +6,13 @@ its default (serving/cli/configured.py). Values are parsed, and what does not go
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pydantic import FilePath, ValidationInfo, model_validator
 
 from serving.observe.logs import LogFormat, LogLevel
-from serving.settings import Limits, Policy, RoleUris, Settings, Shard, Staleness, Store, WhenStales, setting
+from serving.settings import Limits, Policy, Settings, Shard, Staleness, Store, WhenStales, setting
 
 if TYPE_CHECKING:
     from loader.stores.cache import StorePlace
@@ -67,19 +66,8 @@ class StoreSettings(Settings):
         return self
 
 
-BY_SNAPSHOT: Final = dict.fromkeys(("store", "models", "version"), ("snapshot",))
-"""What a snapshot's own folder overrules, see `Settings`."""
-
-
 class MemberSettings(StoreSettings):
     """What a process serves: a version that is named, or what its fleet's registry says."""
-
-    overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "registry": ("version", "snapshot", "shards"),
-        "snapshot": tuple(BY_SNAPSHOT),
-        **BY_SNAPSHOT,
-    }
-    fleet_only: ClassVar[frozenset[str]] = frozenset({"advertise", "node_id", "max_memory_gb", "stage_cpu_share"})
 
     models: tuple[str, ...] = setting((), "--model NAME")
     """With --registry only this model, repeatable; default: all that are rolled out, now or later. Without, the model;
@@ -89,7 +77,7 @@ class MemberSettings(StoreSettings):
     its checks."""
     snapshot: Path | None = setting(None, "FOLDER")
     """Without --registry: the snapshot's own folder, in place of --store, --model, --version."""
-    node_id: str | None = setting(None, "NAME")
+    node_id: str | None = setting(None, "NAME", pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")
     """With --registry: the process' name, the same after a restart. Default: made of host, port and shard."""
     advertise: str | None = setting(None, "ADDRESS")
     """With --registry: where others reach this process."""
@@ -113,14 +101,15 @@ class MemberSettings(StoreSettings):
         given = self.given(info)
         static = given & {"version", "snapshot", "shards"}
         if not self.in_fleet:
-            if wrong := given & self.fleet_only:
+            of_fleet = {"advertise", "node_id", "max_memory_gb", "stage_cpu_share"}
+            of_fleet |= {"local", "max_staleness", "when_stale"}
+            if wrong := given & of_fleet:
                 raise ValueError(f"{self.labels(wrong)}: only with --registry.")
             if len(self.models) > 1:
                 raise ValueError("Several --model need --registry.")
         elif static:
-            raise ValueError(
-                f"{self.labels(static)}: not with --registry, which says what is served and where rows are."
-            )
+            where = "not with --registry or SHARDRANK_REGISTRY, which says what is served and where rows are"
+            raise ValueError(f"{self.labels(static)}: {where}.")
         elif self.store is None:
             raise ValueError("--registry needs --store.")
         return self
@@ -167,9 +156,6 @@ class RowSettings(Settings):
     then rows are on all cards, or in pinned host memory."""
 
 
-DEVICE_FIELDS: Final = ("device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access")
-
-
 class TlsSettings(Settings):
     """The certificate of a server, and who is let in."""
 
@@ -180,6 +166,11 @@ class TlsSettings(Settings):
     """Private key of --tls-cert, PEM, without a password."""
     tls_client_ca: Path | None = setting(None, "FILE")
     """Let in only clients with a certificate of these CAs; a shard node's must be given."""
+
+    @property
+    def scheme(self) -> str:
+        """Of the URLs at which the server answers."""
+        return "http" if self.tls_cert is None else "https"
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -192,7 +183,7 @@ class TlsSettings(Settings):
 class RoleSettings(TlsSettings):
     """The roles of certificates on the wire."""
 
-    tls_role: RoleUris = setting((), "ROLE=URI", file_only=True)
+    tls_role: tuple[str, ...] = setting((), "ROLE=URI", file_only=True)
     """On the wire, a URI in certificates (subjectAltName) that stands for the role router, node or operator, such as a
     SPIFFE id, beside shardrank:ROLE."""
 
@@ -304,8 +295,6 @@ class FrontSettings(TlsSettings, LogSettings, TraceSettings):
 class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings, MemberSettings):
     """What `shardrank serve` runs by."""
 
-    fleet_only = MemberSettings.fleet_only | {"local", "max_staleness", "when_stale"}
-
     advertise: str | None = setting(None, "URL")
     """With --registry: where this process is reached over HTTP, for people to read. Default: host and port."""
     shards: tuple[str, ...] = setting((), "--shard ADDRESS[,ADDRESS...]")
@@ -320,8 +309,8 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
     asked and the newest rows answer; refuse, likewise, and if all are too old the request fails (rows_stale)."""
     shutdown_delay_s: float = setting(0.5, "S", ge=0, le=600)
     """After SIGTERM, how long requests are still taken while /readyz says that the process is not ready."""
-    probe_port: int | None = setting(None, file_only=True, ge=0, le=65535)
-    """A private HTTP port of this one worker, on loopback."""
+    ready_file: Path | None = setting(None, file_only=True)
+    """Of a worker that shares its ports: where it writes its process id once it listens."""
 
     @property
     def has_rows(self) -> bool:
@@ -331,14 +320,12 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
     @model_validator(mode="after")
     def _check_rows(self, info: ValidationInfo) -> Self:
         given = self.given(info)
-        if not self.has_rows and self.in_fleet:
-            rows = {"cards", "sharding", "replicate_bytes", "memory_budget_gb", "max_memory_gb"}
-            if wrong := given & {*rows, *DEVICE_FIELDS}:
-                named = self.labels(wrong)
-                raise ValueError(f"{named}: with --registry only for --local rows; shard nodes have their own.")
-        elif not self.has_rows and (wrong := given & {"memory_budget_gb", *DEVICE_FIELDS}):
-            verb = "is" if len(wrong) == 1 else "are"
-            raise ValueError(f"{self.labels(wrong)} {verb} for rows in this process; shard nodes have their own.")
+        of_rows = {"memory_budget_gb", "device", "card_memory_gb", "pinned_memory_gb", "hot_gb", "peer_access"}
+        if self.in_fleet:
+            of_rows |= {"cards", "sharding", "replicate_bytes", "max_memory_gb"}
+        if not self.has_rows and (wrong := given & of_rows):
+            where = "with --registry only for --local rows" if self.in_fleet else "only for rows in this process"
+            raise ValueError(f"{self.labels(wrong)}: {where}; shard nodes have their own.")
         if self.has_rows and self.hot_rows_gb:
             raise ValueError(
                 "--hot-rows-gb holds copies of rows that are on shard nodes; here all rows are in this process, "

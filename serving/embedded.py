@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from loader.errors import ConfigError
 from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.tables import quoted_errors
+from loader.snapshot.tables import refused_as
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
 from serving.client.client import Client, RetryPolicy
 from serving.client.transports import Method, Request
@@ -100,7 +100,7 @@ class Ranker(Client):
             ShardrankError: as `load_served_model` and `CardSet.open`.
         """
         service = RankingService(limits)
-        try:
+        with refused_as(ConfigError, ""):
             source = ModelSource(
                 snapshot=Path(snapshot),
                 cards=cards,
@@ -111,8 +111,6 @@ class Ranker(Client):
                 num_replicas=num_replicas,
                 dtype=dtype,
             )
-        except ValidationError as error:
-            raise ConfigError(quoted_errors(error)) from error
         service.install(load_served_model(source, service))
         return cls(service)
 

@@ -33,6 +33,7 @@ from serving.observe.traces import running_tracer
 from serving.rank.service import RankingService
 from serving.versions.fleet_member import FixedShards, FleetMember, LocalRows, ServingConfig
 from shard_node.agent.node_agent import NodeActions
+from shard_node.buckets import NodeIdentity
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, TlsContext, server_context
@@ -118,8 +119,8 @@ async def serve(
     """Serve until it is cancelled, or its cards fail; then finish what is in flight and close everything.
 
     Alone, it listens at once and says that it is not ready until the model is loaded. Beside other workers, at ports
-    that it shares with them, it listens only then: requests that reach it earlier would be answered by nobody else.
-    Until then `probe_port`, a private HTTP port on loopback without TLS, tells how it is.
+    that it shares with them, it listens only then, and writes `ready_file`: requests that reach it earlier would be
+    answered by nobody else.
 
     `load` installs the models; `on_listening` and `on_ready` are called with the ports before it and after it; `leave`
     once requests have ended: until then it follows what is wanted, and a rollout waits for it. `page` opens what the
@@ -131,25 +132,24 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             if leave is not None:
                 stack.push_async_callback(leave)
-            admin_port, probe_port = None, config.probe_port
+            admin_port = None
             tokens, ssl = _protection(service, config, tls, "http")
             if config.admin_port is not None:
                 admin_port = await stack.enter_async_context(
                     running_admin(service, config.host, config.admin_port, tokens=tokens, ssl=ssl, page=page)
                 )
-            if probe_port is None:
+            listening = Listening(config.host, config.http_port, config.grpc_port)
+            if config.ready_file is None:
                 listening = await stack.enter_async_context(running_server(service, config, tls))
-            else:
-                await stack.enter_async_context(running_admin(service, "127.0.0.1", probe_port, tokens=tokens))
-                listening = Listening(config.host, config.http_port, config.grpc_port)
             on_listening(replace(listening, admin_port=admin_port))
             await load()
             settle_heap()
-            if probe_port is None:
+            if config.ready_file is None:
                 await service.watch.refresh()
                 notify_ready()
             else:
-                listening = await stack.enter_async_context(running_server(service, config, tls))
+                await stack.enter_async_context(running_server(service, config, tls))
+                config.ready_file.write_text(str(os.getpid()))
             on_ready(replace(listening, admin_port=admin_port))
             await service.watch.cards_failed()
     finally:
@@ -176,7 +176,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
     )
     member = fleet_member(options, membership, service, protection.node_tls)
     settings.check_store(options.store_place)
-    scheme, note, fixed = settings.scheme(options), "", "" if options.in_fleet else _ALONE
+    scheme, note, fixed = options.scheme, "", "" if options.in_fleet else _ALONE
     if workers > 1 and not options.in_fleet:
         note = _WORKER_NOTE.format(count=workers, process=os.getpid())
 
@@ -185,12 +185,9 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
         member.address = options.advertise or url
 
-    def on_ready(listening: Listening) -> None:
-        listening.announce(scheme)
-
-    if options.probe_port is None:
+    if options.ready_file is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
-        with reserved_ports(options, workers=0):
+        with reserved_ports(options):
             pass
     traces = settings.trace_config(options, "shardrank-serve")
     service.access_log = AccessLog() if options.access_log else None
@@ -200,7 +197,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
             service,
             options,
             member.load,
-            on_ready,
+            lambda listening: listening.announce(scheme),
             protection.tls,
             on_listening,
             member.leave,
@@ -236,7 +233,7 @@ def fleet_member(
     local = fixed = None
     if options.has_rows:
         # One shard that has all rows, whatever a fleet of shard nodes would say.
-        rows = ShardNode(settings.node_identity(options, 0, 1))
+        rows = ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=options.cards, sharding=options.sharding))
         partition = partial(settings.partition_of, options, plan, 0, 1)
         node = settings.node_config(
             options, config.node_id, store=membership.store, stage_cpu_share=config.stage_cpu_share

@@ -10,10 +10,10 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
 from pydantic.fields import FieldInfo
@@ -22,8 +22,8 @@ from pydantic.fields import FieldInfo
 def setting(default: Any, flag: str = "", *, file_only: bool = False, **more: Any) -> Any:
     """Return a field with bounds as `pydantic.Field` takes them, and its flag; its docstring is the help.
 
-    `flag` is `--flag METAVAR`, or one of both where the other follows from the field's name and type. With `file_only`
-    there is none: the file and the variable set it.
+    `flag` is `--flag METAVAR`, or METAVAR alone where the other follows from the field's name. With `file_only` there
+    is none: the file and the variable set it.
     """
     return Field(default, json_schema_extra={"flag": flag, "file_only": file_only}, **more)
 
@@ -37,14 +37,6 @@ def assignments(value: Any) -> Any:
         if not name or not item:
             raise ValueError(f"{text!r} is not NAME=VALUE")
     return {name: item for name, _, item in pairs}
-
-
-def _role_pairs(value: Any) -> Any:
-    texts = value if isinstance(value, list | tuple) else ()
-    pairs = [text.partition("=")[::2] if isinstance(text, str) else text for text in texts]
-    if wrong := [text for text, pair in zip(texts, pairs, strict=True) if not all(pair)]:
-        raise ValueError(f"{wrong[0]!r} is not ROLE=URI")
-    return pairs or value
 
 
 def _shard_number(value: Any) -> Any:
@@ -102,15 +94,11 @@ def _checked_by(module: str, name: str) -> AfterValidator:
     def check(values: dict[str, Any]) -> dict[str, Any]:
         if not values:
             return values
-        from pydantic import ValidationError
-
-        from loader.snapshot.tables import schema_errors
+        from loader.snapshot.tables import refused_as
 
         schema: type[BaseModel] = getattr(importlib.import_module(module), name)
-        try:
+        with refused_as(ValueError, "", schema):
             return schema.model_validate(values).model_dump(exclude_unset=True)
-        except ValidationError as error:
-            raise ValueError("; ".join(map(str, schema_errors(error, [schema])))) from error
 
     return AfterValidator(check)
 
@@ -121,11 +109,6 @@ Policy: TypeAlias = Annotated[ByName, _checked_by("router.outliers", "ReplicaPol
 Staleness: TypeAlias = Annotated[dict[str, float], BeforeValidator(assignments)]
 WhenStale: TypeAlias = Literal["answer", "other-replica", "refuse"]
 WhenStales: TypeAlias = Annotated[dict[str, WhenStale], BeforeValidator(assignments)]
-RoleUris: TypeAlias = Annotated[
-    tuple[tuple[str, str], ...],
-    BeforeValidator(_role_pairs),
-    PlainSerializer(lambda pairs: ["=".join(pair) for pair in pairs], when_used="json"),
-]
 Shard: TypeAlias = Annotated[
     tuple[int, int],
     BeforeValidator(_shard_number),
@@ -137,14 +120,12 @@ Store: TypeAlias = Annotated[Path | str, BeforeValidator(store_or_path)]
 class Settings(BaseModel):
     """Immutable, and an unknown key is an error: a misspelt setting must not be ignored.
 
-    A setting is a field that is not excluded from dumps; its docstring is its help. `overruled` has those that give way
-    to others which come by a nearer road, such as a variable to a flag.
+    A setting is a field that is not excluded from dumps; its docstring is its help.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
     )
-    overruled: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod
     def names(cls) -> list[str]:
@@ -164,13 +145,16 @@ class Settings(BaseModel):
     @classmethod
     def flag(cls, name: str) -> str:
         """Return the flag of a setting, `--hot-rows-gb`; of one that only files set, what other commands call it."""
-        text = str(cls._extra(name).get("flag", "")).partition(" ")[0]
-        return text if text.startswith("--") else f"--{name.replace('_', '-')}"
+        return cls._flag(name)[0] or f"--{name.replace('_', '-')}"
 
     @classmethod
     def metavar(cls, name: str) -> str:
         """Return what stands for the value in the help; empty if that follows from the type."""
-        return str(cls._extra(name).get("flag", "")).rpartition(" ")[2].removeprefix(cls.flag(name))
+        return cls._flag(name)[2]
+
+    @classmethod
+    def _flag(cls, name: str) -> tuple[str, str, str]:
+        return str(cls._extra(name).get("flag", "")).rpartition(" ")
 
     @classmethod
     def _extra(cls, name: str) -> Mapping[str, Any]:
@@ -193,39 +177,25 @@ class Settings(BaseModel):
 
         `masked`: without users and passwords; `sparse`: without defaults, which other releases may have no names for.
         """
+        from loader.registry.registry import without_password
+
         dumped = self.model_dump(mode="json", include={*self.names()}, exclude_none=True, exclude_defaults=sparse)
-        for name, value in dumped.items():
-            if isinstance(path := getattr(self, name), Path):
-                # A link is kept as it is: setting it anew is how secrets change.
-                dumped[name] = str(path.absolute())
-            elif masked:
-                dumped[name] = _without_passwords(value)
-        return "".join(f"{name} = {_toml(value)}\n" for name, value in dumped.items())
+        # A link is kept as it is: setting it anew is how secrets change.
+        paths = {name: str(path.absolute()) for name in dumped if isinstance(path := getattr(self, name), Path)}
+        mask = without_password if masked else str
+        return "".join(f"{name} = {_toml(value, mask)}\n" for name, value in (dumped | paths).items())
 
     def write(self, path: Path) -> None:
         """Write the file of `--config` for another process, readable by this user alone."""
-        write_private(path, self.to_toml(sparse=True))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(self.to_toml(sparse=True))
 
 
-def _without_passwords(value: Any) -> Any:
+def _toml(value: Any, mask: Callable[[str], str]) -> str:
+    """Return a value as TOML writes it, which is as JSON does but for the `=` of a table; texts as `mask` has them."""
     if isinstance(value, dict):
-        return {key: _without_passwords(item) for key, item in value.items()}
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item, mask)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return [_without_passwords(item) for item in value]
-    from loader.registry.registry import without_password
-
-    return without_password(value) if isinstance(value, str) else value
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that this user alone can read."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _toml(value: Any) -> str:
-    """Return a value as TOML writes it, which is as JSON does but for the `=` of a table."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
+        return "[" + ", ".join(_toml(item, mask) for item in value) + "]"
+    return json.dumps(mask(value) if isinstance(value, str) else value, ensure_ascii=False)

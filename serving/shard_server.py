@@ -25,6 +25,7 @@ from serving.fleet.workers import Membership, node_id, reachable_host
 from serving.observe.logs import announce
 from shard_node.agent.agent import Agent
 from shard_node.agent.node_agent import NodeActions, join_fleet, watch_cards
+from shard_node.buckets import NodeIdentity
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
@@ -53,9 +54,8 @@ def run_shard_node(options: ShardNodeConfig, tls: TlsConfig | None) -> None:
     # on one machine a lookup of 1 ms takes 15 ms and more.
     torch.set_num_threads(1)
     membership = Membership.of(options)
-    # What can't be is refused before a card is opened.
-    settings.node_config(options, options.node_id or "shard", store=membership.store)
     if options.advertise:
+        # What can't be is refused before a card is opened.
         Address.parse(options.advertise)
     settings.check_store(options.store_place)
     traces = settings.trace_config(options, "shardrank-shard-node")
@@ -65,7 +65,8 @@ def run_shard_node(options: ShardNodeConfig, tls: TlsConfig | None) -> None:
         from shard_node.otlp import OtlpSink
 
         sink = OtlpSink(traces)
-    node = ShardNode(settings.node_identity(options, *options.shard), sink)
+    (index, num_shards), division = options.shard, {"num_cards": options.cards, "sharding": options.sharding}
+    node = ShardNode(NodeIdentity(shard_index=index, num_shards=num_shards, **division), sink)
     try:
         run_until_signalled(
             partial(serve_shard, options, membership, node, card_set, tls), loop_factory=uvloop.new_event_loop

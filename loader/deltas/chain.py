@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Annotated, Final
 
@@ -84,11 +84,14 @@ def digest_of(content: bytes | memoryview) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Where a stream ends: its last number (0 for none), that entry's digest, and the last part of each partition."""
+    """Where a stream ends: its last number (0 for none), that entry's digest, and those of the last parts.
+
+    `heads` has 16 bytes for each partition, zeros for one without a part.
+    """
 
     sequence: int = 0
     digest: bytes = NOTHING
-    heads: Heads = field(default_factory=dict)
+    heads: bytes = bytes(HEADS_BYTES)
 
 
 class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
@@ -223,17 +226,17 @@ def encode_commit(
     batch.check()
     order = partitions.argsort(kind="stable")
     counts = np.bincount(partitions, minlength=NUM_PARTITIONS)
-    row_bytes, heads, pieces = batch.stored.shape[1], dict(tail.heads), list[bytes]()
+    row_bytes, heads, pieces = batch.stored.shape[1], bytearray(tail.heads), list[bytes]()
     numbers = memoryview(batch.rows.astype("<i8", copy=False).take(order).tobytes())
     stored = memoryview(batch.stored.take(order, axis=0).tobytes())
     begin = 0
     for partition in np.flatnonzero(counts).tolist():
         end = begin + int(counts[partition])
-        before = heads.get(partition, NOTHING)
-        header = _PART.pack(FORMAT, partition, WRITE_ROWS, 0, batch.sequence, token, before, end - begin, 0)
+        head = slice(DIGEST_BYTES * partition, DIGEST_BYTES * (partition + 1))
+        header = _PART.pack(FORMAT, partition, WRITE_ROWS, 0, batch.sequence, token, heads[head], end - begin, 0)
         content = b"".join((header, numbers[8 * begin : 8 * end], stored[row_bytes * begin : row_bytes * end]))
-        heads[partition] = digest_of(content)
-        pieces += (heads[partition], content)
+        heads[head] = digest_of(content)
+        pieces += (bytes(heads[head]), content)
         begin = end
     content = msgspec.msgpack.encode(
         Commit(
@@ -255,18 +258,5 @@ def encode_commit(
         )
     )
     digest = digest_of(content)
-    rows = b"".join((*pieces, encode_heads(heads)))
-    return MAGIC + digest + content, rows, Tail(batch.sequence, digest, heads)
-
-
-def encode_heads(heads: Heads) -> bytes:
-    """Encode the digests of the last parts, zeros for none."""
-    return b"".join([heads.get(partition, NOTHING) for partition in range(NUM_PARTITIONS)])
-
-
-def decode_heads(content: bytes) -> dict[int, bytes]:
-    """Read what `encode_heads` wrote. Raises DeltaFormatError for another length."""
-    if len(content) != HEADS_BYTES:
-        raise DeltaFormatError(f"heads of {len(content)} bytes; {HEADS_BYTES} are needed")
-    digests = (content[at : at + DIGEST_BYTES] for at in range(0, HEADS_BYTES, DIGEST_BYTES))
-    return {partition: digest for partition, digest in enumerate(digests) if digest != NOTHING}
+    rows = b"".join((*pieces, heads))
+    return MAGIC + digest + content, rows, Tail(batch.sequence, digest, bytes(heads))

@@ -6,16 +6,18 @@ import asyncio
 import concurrent.futures
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from anyio.from_thread import start_blocking_portal
 
 from loader.access_counts import AccessCounter, AccessCounts, write_access_counts
 from loader.deltas.batch import DeltaBatch, rows_per_batch, stored_updates
@@ -27,7 +29,6 @@ from loader.deltas.chain import (
     PART_BYTES,
     Commit,
     Tail,
-    decode_heads,
     encode_commit,
     entry_digest,
     is_commit,
@@ -60,6 +61,8 @@ DEFAULT_RETRY_S: Final = 30.0
 ENTRY_BYTES: Final = 4096 + HEADS_BYTES + NUM_PARTITIONS * PART_BYTES
 """Upper bound of an entry without its rows: names, headers, and the registry's share."""
 MAX_PAUSE_S: Final = 1.0
+SETTLED_S: Final = 5.0
+"""Longer than an announcement lasts: until then a node that has not announced itself may be there."""
 MAX_REMEMBERED: Final = 65_536
 """Of a publisher's last deltas, whose digests are kept to tell which of them a registry has lost."""
 _NAMED_ROWS: Final = 8
@@ -126,6 +129,7 @@ class AsyncDeltaPublisher:
         self._sequence = 0
         self._last: StreamEntry | None = None
         self._tail = Tail()
+        self._has_commits, self._read_since = False, math.inf
         # An upper bound of the stream's bytes, and their limit; inf until they were measured.
         self._stream_bytes = self._max_stream_bytes = math.inf
         # Number and digest of each delta that this publisher has appended, and those that were lost, until it is told.
@@ -193,7 +197,7 @@ class AsyncDeltaPublisher:
                 counter.add(pruned)
                 if counter.is_full:
                     counter.fold()
-            return self._sequence
+            return self._tail.sequence
 
     @property
     def pruned_updates(self) -> Mapping[str, AccessCounts]:
@@ -241,9 +245,10 @@ class AsyncDeltaPublisher:
         async with self._lock:
             await self._opened()
             await self._check_end()
-            sequence = self._sequence if sequence is None else sequence
-            if not 0 <= sequence <= self._sequence:
-                raise DeltaFormatError(f"sequence {sequence} is not within 0..{self._sequence}, the last delta")
+            last = self._tail.sequence
+            sequence = last if sequence is None else sequence
+            if not 0 <= sequence <= last:
+                raise DeltaFormatError(f"sequence {sequence} is not within 0..{last}, the last delta")
             newest = await self._again(lambda: self._fleet.dense_step(model, version))
             if newest is not None and step < newest.step:
                 raise RegistryConflictError(f"dense step {newest.step} is published; {step} must be higher")
@@ -277,8 +282,8 @@ class AsyncDeltaPublisher:
 
     @property
     def sequence(self) -> int:
-        """The last delta of the stream that this publisher knows of; 0 before it is open."""
-        return self._sequence
+        """The last delta of the stream, as this publisher saw it last; 0 before it is open."""
+        return self._tail.sequence
 
     async def _append(self, batch: DeltaBatch, partitions: npt.NDArray[np.uint8]) -> None:
         size = batch.rows.nbytes + batch.stored.nbytes + ENTRY_BYTES
@@ -288,19 +293,20 @@ class AsyncDeltaPublisher:
         async def attempt() -> bool:
             # The same bytes for the same number: an append that is repeated then differs from another publisher's.
             numbered, after = replace(batch, sequence=self._sequence + 1), self._last
-            if await self._begin_format_2():
+            if await self._writes_commits():
                 payload, rows, tail = encode_commit(numbered, partitions, self._tail, self._by.token)
                 entry = StreamEntry(tail.sequence, payload)
                 work = self._fleet.registry.commit(self._stream, entry, rows, after, self._by)
             else:
                 entry = StreamEntry(numbered.sequence, numbered.encode())
                 tail = Tail(entry.sequence, entry_digest(entry.payload))
-                work = self._fleet.registry.append(self._stream, entry.sequence, entry.payload)
+                work = self._fleet.registry.append(self._stream, entry.sequence, entry.payload, self._by)
             try:
                 await work
             except StreamSequenceError:
-                # Unless it was put by an earlier try whose outcome was not known, and others went on from it.
-                if await self._entry(entry.sequence) != entry:
+                # Unless it was put by an earlier try whose outcome was not known, and others went on from it. How many
+                # replicas have it nobody knows then.
+                if self._by.min_replicas or await self._entry(entry.sequence) != entry:
                     await self._find_end()
                     return False
             self._sequence, self._last, self._tail = entry.sequence, entry, tail
@@ -312,25 +318,28 @@ class AsyncDeltaPublisher:
             if self._monotonic() >= deadline:
                 raise RegistryConflictError(f"stream {self._stream}: others were faster for {self._retry_s} s")
 
-    async def _begin_format_2(self) -> bool:
-        """Return whether to write format 2: once every node that the registry knows reads it.
+    async def _writes_commits(self) -> bool:
+        """Return whether to write format 2: for good, once every node that the registry knows reads it.
 
         Raises DeltaError if the next number is not the one that format 1 needs.
         """
-        if not self._by.token:
-            has_begun = self._last is not None and is_commit(self._last.payload)
-            if not has_begun and any(node.delta_format < FORMAT for node in await self._fleet.nodes()):
-                if self._last is not None and self._sequence > self._last.sequence:
-                    raise DeltaError(
-                        f"stream {self._stream} ends with {self._last.sequence}, but deltas up to {self._sequence} "
-                        "were published: the registry has lost the others, and nodes of an older release would not "
-                        "notice. Upgrade these, or publish a snapshot that begins a stream of its own",
-                        kind="delta_gap",
-                    )
-                return False
-            token = await self._fleet.registry.next_token(self._stream, self._by.name)
-            self._by = self._by._replace(token=token)
-        return True
+        last, now = self._last, self._monotonic()
+        if self._has_commits or (last is not None and is_commit(last.payload)):
+            return True
+        nodes = await self._fleet.nodes()
+        has_fleet = last is not None or await self._fleet.wanted_model(self._model) is not None
+        reads = all(node.delta_format >= FORMAT for node in nodes) and (bool(nodes) or not has_fleet)
+        # In a registry that was away, nodes of an older release may not have announced themselves again yet.
+        self._read_since = min(self._read_since, now) if reads else math.inf
+        self._has_commits = reads and (last is None or now - self._read_since >= SETTLED_S)
+        if not self._has_commits and last is not None and self._sequence > last.sequence:
+            raise DeltaError(
+                f"stream {self._stream} ends with {last.sequence}, but deltas up to {self._sequence} were published: "
+                "the registry has lost the others, and nodes of an older release would not notice. Upgrade these, or "
+                "publish a snapshot that begins a stream of its own",
+                kind="delta_gap",
+            )
+        return self._has_commits
 
     async def _opened(self) -> ModelSpec:
         if self._spec is not None:
@@ -352,7 +361,9 @@ class AsyncDeltaPublisher:
         self._delta_base, self._stream = version.delta_base, delta_stream(model, version.delta_base)
         self._contained = version.last_delta
         await self._again(self._find_end)
-        await self._again(self._begin_format_2)
+        await self._again(self._writes_commits)
+        token = await self._again(lambda: self._fleet.registry.next_token(self._stream, self._by.name))
+        self._by = self._by._replace(token=token)
         default_bytes = await self._again(self._fleet.registry.max_stream_bytes)
         self._max_stream_bytes = default_bytes if self._given_bytes is None else self._given_bytes
         self._spec = spec
@@ -405,8 +416,11 @@ class AsyncDeltaPublisher:
         self._tail = await self._read_tail(last)
         if is_new:
             self._lost.update(range(max(bounds.last, self._contained) + 1, known + 1))
-        while self._acknowledged and (number := self._acknowledged[-1][0]) >= bounds.first:
-            entry = await self._entry(number)
+        first = await self._entry(bounds.first)
+        # What lies between the first entry and the one that it names has not been trimmed: it was lost.
+        trimmed = Commit.decode(first.payload).previous if first and is_commit(first.payload) else bounds.first - 1
+        while self._acknowledged and (number := self._acknowledged[-1][0]) > trimmed:
+            entry = await self._entry(number) if bounds.first <= number <= bounds.last else None
             if entry is not None and entry_digest(entry.payload) == self._acknowledged[-1][1]:
                 break
             self._lost.add(number)
@@ -425,7 +439,9 @@ class AsyncDeltaPublisher:
         commit = Commit.decode(last.payload)
         begin = commit.rows_bytes
         (heads,) = await self._fleet.registry.read_rows(self._stream, [(last.sequence, begin, begin + HEADS_BYTES)])
-        return Tail(commit.sequence, commit.digest, decode_heads(heads))
+        if len(heads) != HEADS_BYTES:
+            raise RegistryUnavailableError(f"stream {self._stream}: entry {last.sequence} has lost its rows")
+        return Tail(commit.sequence, commit.digest, heads)
 
     async def _check_end(self) -> None:
         """Find the end anew if it is not where it was. Raises DeltaLostError, once, if deltas are lost."""
@@ -460,10 +476,12 @@ class AsyncDeltaPublisher:
         # The last entry stays: the next one names it.
         needed = min(min(of_stream, default=self._sequence) + 1, self._tail.sequence)
         while True:
-            self._first = (await registry.bounds(self._stream)).first or self._sequence + 1
-            kept = self._sequence + 1 - self._first
-            self._stream_bytes = kept_bytes = 0 if max_bytes == math.inf else await registry.stream_bytes(self._stream)
+            kept, kept_bytes = await registry.stream_size(self._stream)
+            # Numbers that were lost, or trimmed, are no entries.
+            first = await registry.read(self._stream, 0, 1)
+            self._first, self._stream_bytes = first[0].sequence if first else self._sequence + 1, kept_bytes
             if kept < max_entries and kept_bytes + size <= max_bytes:
+                self._first = self._sequence + 1 - kept
                 return
             # More than needed now, so that not every append drops. Entries count as equally large: it may take loops.
             excess = max(0.0, kept_bytes + size - max_bytes * 15 / 16)
@@ -494,34 +512,25 @@ class DeltaPublisher:
         store: str | Path | StoreUrl | None = None,
         **options: Any,
     ) -> None:
-        url = registry if isinstance(registry, str | Path) else registry.url
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"deltas-{model}", daemon=True)
-        self._thread.start()
-        self._registry: Registry | None = None
-        # From the check whether it is closed to the start of work, so that closing finds all work there is.
-        self._lock = threading.Lock()
-        self._closed = False
-
-        async def opened() -> AsyncDeltaPublisher:
-            self._registry = open_registry(url)
-            publisher = AsyncDeltaPublisher(self._registry, model, base_version, store, **options)
-            await publisher.open()
-            return publisher
-
+        self._closing, self._is_closed = ExitStack(), False
+        self._portal = self._closing.enter_context(start_blocking_portal(name=f"deltas-{model}"))
+        self._closing.callback(self._portal.call, self._portal.stop, True)
         try:
-            self._publisher = self._start(opened()).result()
+            own = open_registry(registry if isinstance(registry, str | Path) else registry.url)
+            self._closing.callback(self._portal.call, own.close)
+            self._publisher = AsyncDeltaPublisher(own, model, base_version, store, **options)
+            self._portal.call(self._publisher.open)
         except BaseException:
             self.close()
             raise
 
     def publish(self, table: str, rows: Any, values: Any) -> int:
         """Publish as `AsyncDeltaPublisher.publish`. Raises DeltaError, outcome unknown, if it is closed meanwhile."""
-        return self._result(self._publisher.publish(table, rows, values), f"rows of table {table!r}")
+        return self._call(f"rows of table {table!r}", partial(self._publisher.publish, table, rows, values))
 
     def publish_dense(self, step: int, tensors: Mapping[str, Any], **options: Any) -> int:
         """Publish as `AsyncDeltaPublisher.publish_dense`. Raises as `publish`."""
-        return self._result(self._publisher.publish_dense(step, tensors, **options), f"dense step {step}")
+        return self._call(f"dense step {step}", partial(self._publisher.publish_dense, step, tensors, **options))
 
     @property
     def pruned_updates(self) -> Mapping[str, AccessCounts]:
@@ -539,17 +548,8 @@ class DeltaPublisher:
 
     def close(self) -> None:
         """End what other threads are publishing, the connection and the thread. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            ending = self._start(self._end())
-        try:
-            ending.result()
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._is_closed = True
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -557,27 +557,15 @@ class DeltaPublisher:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others)
-        if self._registry is not None:
-            await self._registry.close()
-
-    def _result(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise DeltaError("the publisher is closed")
-            publishing = self._start(work)
+    def _call(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
-            return publishing.result()
-        except concurrent.futures.CancelledError:
-            raise DeltaError(
-                f"the publisher was closed while it published {what}; they may be published or not"
-            ) from None
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+            answer: T = self._portal.call(work)
+        except (concurrent.futures.CancelledError, RuntimeError) as error:
+            # The portal raises RuntimeError where it has ended.
+            if not self._is_closed:
+                raise
+            if isinstance(error, RuntimeError):
+                raise DeltaError("the publisher is closed") from None
+            outcome = "they may be published or not"
+            raise DeltaError(f"the publisher was closed while it published {what}; {outcome}") from None
+        return answer

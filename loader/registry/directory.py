@@ -227,12 +227,13 @@ class _Stream(_Area):
         for block in self.numbers():
             if block > first // _ENTRIES_PER_BLOCK:
                 return
-            for sequence in self.numbers(block):
-                if sequence < first:
-                    self.files.remove(self.rows(sequence))
-                    self.files.remove(self.entry(sequence))
+            # An entry's rows go first. Rows without an entry, of a writer that was killed, go as well.
+            folder = self.path / f"{block:020d}"
+            for name in sorted(self.files.names(folder), reverse=True):
+                if int(name.removesuffix(".rows")) < first:
+                    self.files.remove(folder / name)
             if block < first // _ENTRIES_PER_BLOCK:
-                self.files.remove(self.path / f"{block:020d}")
+                self.files.remove(folder)
         self.files.sync(self.path)
 
 
@@ -350,12 +351,12 @@ class DirectoryRegistry:
         return owner.decode() if owner is not None else None
 
     @_in_thread
-    def append(self, stream: str, sequence: int, payload: bytes) -> None:
+    def append(self, stream: str, sequence: int, payload: bytes, by: Publisher = ANYBODY) -> None:
         check_entry(stream, entry := StreamEntry(sequence, payload))
         entries = self._stream(stream)
         with entries.locked():
             last = entries.bounds().last
-            if entries.ends_with(last, entry):
+            if self._is_there(entries, last, entry, by):
                 return
             if self._files.read(entries.head) is not None:
                 raise StreamSequenceError(f"stream {stream} ends with {last}: format 1 is over")
@@ -368,22 +369,18 @@ class DirectoryRegistry:
         self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = ANYBODY
     ) -> None:
         check_entry(stream, entry, rows, after)
-        if by.min_replicas:
-            raise RegistryRecordError(f"min_replicas {by.min_replicas}: registry {self.name} has none; only Redis has")
         entries = self._stream(stream)
         with entries.locked():
             last, expected = entries.bounds().last, after or StreamEntry(0, b"")
-            if entries.ends_with(last, entry):
+            if self._is_there(entries, last, entry, by):
                 return
-            if by.name and (given := entries.number(f"token-{by.name}")) > by.token:
-                superseded = f"began again, with token {given}; {by.token} is superseded"
-                raise PublisherSupersededError(f"stream {stream}: publisher {by.name!r} {superseded}")
             if last != expected.sequence or (expected.payload and not entries.ends_with(last, expected)):
                 follows = f"{entry.sequence} was to follow {expected.sequence}"
                 raise StreamSequenceError(f"stream {stream} ends with {last}: {follows}")
             if self._files.read(entries.head) is None:
                 entries.write(entries.head, b"%d %d" % (entries.ends().first, last))
-                entries.write(entries.path / "ends", b"%d %d" % (MAX_SEQUENCE, MAX_SEQUENCE))
+            if self._files.read(entries.path / "ends") != (closed := b"%d %d" % (MAX_SEQUENCE, MAX_SEQUENCE)):
+                entries.write(entries.path / "ends", closed)
             entries.write(entries.rows(entry.sequence), rows)
             entries.write(entries.entry(entry.sequence), entry.payload)
 
@@ -434,9 +431,10 @@ class DirectoryRegistry:
             return entries.bounds()
 
     @_in_thread
-    def stream_bytes(self, stream: str) -> int:
-        """See `Registry.stream_bytes`. Entries that are trimmed meanwhile may count or not."""
-        return sum(self._files.sizes(self._stream(stream).path).values())
+    def stream_size(self, stream: str) -> tuple[int, int]:
+        """See `Registry.stream_size`. Entries that are trimmed meanwhile may count or not."""
+        sizes = self._files.sizes(self._stream(stream).path)
+        return sum(os.path.basename(file).isdigit() for file in sizes), sum(sizes.values())
 
     async def max_stream_bytes(self) -> float:
         return MAX_STREAM_BYTES
@@ -480,6 +478,20 @@ class DirectoryRegistry:
         if expected_revision not in (None, int(revision)):
             raise RegistryConflictError(f"{key} has revision {int(revision)}, not {expected_revision}")
         return None if content is None else Entry(value, int(revision))
+
+    def _is_there(self, entries: _Stream, last: int, entry: StreamEntry, by: Publisher) -> bool:
+        """Return whether an entry is the last one already. Raises for a publisher that must not, or can't, add it."""
+        if by.min_replicas:
+            raise RegistryRecordError(f"min_replicas {by.min_replicas}: registry {self.name} has none; only Redis has")
+        if entries.ends_with(last, entry):
+            return True
+        if by.name and (given := entries.number(f"token-{by.name}")) != by.token:
+            if given > by.token:
+                superseded = f"began again, with token {given}; {by.token} is superseded"
+                raise PublisherSupersededError(f"publisher {by.name!r} {superseded}")
+            # A folder that was set back has an older one.
+            entries.write(entries.path / f"token-{by.name}", b"%d" % by.token)
+        return False
 
     def _stream(self, stream: str) -> _Stream:
         path = self.path / "streams" / f"{check_stream(stream)}{_SUFFIX}"

@@ -12,11 +12,11 @@ from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from loader.errors import RegistryConflictError, RegistryForeignError, RegistryRecordError
 from loader.registry.registry import Registry
-from loader.snapshot.tables import Name, quoted_errors
+from loader.snapshot.tables import Name, refused_as
 
 IDENTITY = "identity"
 """A random id that is written once, before what is first wanted."""
@@ -324,10 +324,8 @@ def cut_reason(reason: str) -> str:
 
 def parse_record(key: str, value: bytes, schema: type[R]) -> R:
     """Return the record under a key. Raises RegistryRecordError, naming the key and the bad fields."""
-    try:
+    with refused_as(RegistryRecordError, f"{key}: "):
         return schema.model_validate_json(value)
-    except ValidationError as error:
-        raise RegistryRecordError(f"{key}: {quoted_errors(error)}") from error
 
 
 class FleetRegistry:

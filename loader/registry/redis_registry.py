@@ -129,6 +129,7 @@ if ends[1] == sequence and ends[2] == writer then
     return {1, sequence}
 end
 if tonumber(head[3] or '0') > tonumber(token) then return {-1, head[3]} end
+if publisher ~= '' then redis.call('HSET', KEYS[3], 'token:' .. publisher, token) end
 local last = tonumber(ends[1] or '0')
 if after == '' then
     if head[1] then return {-2, last} end
@@ -175,16 +176,17 @@ local key = redis.call('HEXISTS', KEYS[3], 'last') == 1 and KEYS[3] or KEYS[2]
 local ends = redis.call('HMGET', key, 'first', 'last')
 local first = ends[2] and math.min(tonumber(ARGV[1]), tonumber(ends[2]) + 1) or 0
 if first <= tonumber(ends[1] or '0') then return end
-redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%.0f-0', first))
-redis.call('HSET', key, 'first', string.format('%.0f', first))
-if key == KEYS[2] then return end
-local freed = 0
-for sequence = tonumber(ends[1]), first - 1 do
-    local rows = string.format('%s%.0f', ARGV[2], sequence)
-    freed = freed + redis.call('STRLEN', rows)
+local freed, from, till = 0, '-', string.format('%.0f-0', first - 1)
+while true do
+    local entry = redis.call('XRANGE', KEYS[1], from, till, 'COUNT', 1)[1]
+    if not entry then break end
+    local rows = ARGV[2] .. string.match(entry[1], '%d+')
+    freed, from = freed + redis.call('STRLEN', rows), '(' .. entry[1]
     redis.call('DEL', rows)
 end
-redis.call('HINCRBY', key, 'bytes', string.format('%.0f', 0 - freed))
+redis.call('HINCRBY', KEYS[3], 'bytes', string.format('%.0f', 0 - freed))
+redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%.0f-0', first))
+redis.call('HSET', key, 'first', string.format('%.0f', first))
 """
 
 
@@ -357,14 +359,14 @@ class RedisRegistry:
         owner = await self._command("GET", self._at("lock", check_key(key)))
         return owner.decode() if owner is not None else None
 
-    async def append(self, stream: str, sequence: int, payload: bytes) -> None:
-        """See `Registry.append`. As durable as `appendfsync` makes it."""
-        await self._append(stream, StreamEntry(sequence, payload), ["", ""])
+    async def append(self, stream: str, sequence: int, payload: bytes, by: Publisher = ANYBODY) -> None:
+        """See `Registry.append`. As durable as `appendfsync`, and replicas that are waited for, make it."""
+        await self._append(stream, StreamEntry(sequence, payload), ["", ""], b"", by)
 
     async def commit(
         self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = ANYBODY
     ) -> None:
-        """See `Registry.commit`. As durable as `appendfsync` and replicas that are waited for make it."""
+        """See `Registry.commit`. As durable as `append`."""
         check_entry(stream, entry, rows, after)
         last = after or StreamEntry(0, b"")
         expected = [str(last.sequence), xxhash.xxh3_128_hexdigest(last.payload) if last.payload else ""]
@@ -383,25 +385,27 @@ class RedisRegistry:
             # On one connection, since what is waited for is what that one wrote.
             pipeline = self._client.pipeline(transaction=False)
             pipeline.eval(_APPEND, len(keys), *keys, *arguments)
-            pipeline.execute_command("WAIT", by.min_replicas, REPLICAS_TIMEOUT_MS)
-            ends, reached = await pipeline.execute(raise_on_error=False)
-            # Raised by the pipeline it would begin with the whole script.
-            if isinstance(ends, RedisError):
-                raise ends
-            return *ends, reached
+            if by.min_replicas:
+                pipeline.execute_command("WAIT", by.min_replicas, REPLICAS_TIMEOUT_MS)
+            answers = await pipeline.execute(raise_on_error=False)
+            for answer in answers:
+                # Raised by the pipeline it would begin with the whole script.
+                if isinstance(answer, RedisError):
+                    raise answer
+            return *answers[0], *answers[1:]
 
-        done, last, reached = await self._run(append)
+        done, last, *reached = await self._run(append)
         if done == -1:
             superseded = f"began again, with token {int(last)}; {by.token} is superseded"
-            raise PublisherSupersededError(f"stream {stream}: publisher {by.name!r} {superseded}")
+            raise PublisherSupersededError(f"publisher {by.name!r} {superseded}")
         if done < 1:
             follows = f"{entry.sequence} was to follow {expected[0] or entry.sequence - 1}"
             problem = "format 1 is over" if done else follows
             raise StreamSequenceError(f"stream {stream} ends with {int(last)}: {problem}")
-        if reached < by.min_replicas:
+        if reached and reached[0] < by.min_replicas:
             raise RegistryUnavailableError(
-                f"registry {self.name}: {stream} {entry.sequence} is on {reached} replicas of Redis, min_replicas is "
-                f"{by.min_replicas}"
+                f"registry {self.name}: {stream} {entry.sequence} is on {reached[0]} replicas of Redis, min_replicas "
+                f"is {by.min_replicas}"
             )
 
     async def next_token(self, stream: str, publisher: str) -> int:
@@ -425,10 +429,11 @@ class RedisRegistry:
         first, last = old if now[1] is None else now
         return StreamBounds(int(first), int(last)) if last is not None else StreamBounds(0, 0)
 
-    async def stream_bytes(self, stream: str) -> int:
+    async def stream_size(self, stream: str) -> tuple[int, int]:
         key, _, head = self._stream(check_stream(stream))
-        commits, rows = await self._pipeline(("MEMORY", "USAGE", key, "SAMPLES", 0), ("HGET", head, "bytes"))
-        return int(commits or 0) + int(rows or 0)
+        commands = ("XLEN", key), ("MEMORY", "USAGE", key), ("HGET", head, "bytes")
+        entries, commits, rows = await self._pipeline(*commands)
+        return int(entries), int(commits or 0) + int(rows or 0)
 
     async def max_stream_bytes(self) -> float:
         """See `Registry.max_stream_bytes`: half of `maxmemory`, if that is set."""

@@ -109,11 +109,11 @@ class Registry(Protocol):
     async def holder(self, key: str) -> str | None:
         """Return who has a lock now."""
 
-    async def append(self, stream: str, sequence: int, payload: bytes) -> None:
+    async def append(self, stream: str, sequence: int, payload: bytes, by: Publisher = ANYBODY) -> None:
         """Append to a stream, durably. A new stream may begin with any sequence number from 1 on.
 
         The last entry may be appended again, which changes nothing. Raises StreamSequenceError if `sequence` is not the
-        last one plus 1, or after the first `commit` to this stream.
+        last one plus 1, or after the first `commit` to this stream, and otherwise as `commit`.
         """
 
     async def commit(
@@ -145,8 +145,8 @@ class Registry(Protocol):
     async def bounds(self, stream: str) -> StreamBounds:
         """Return where a stream begins and ends."""
 
-    async def stream_bytes(self, stream: str) -> int:
-        """Return the bytes that a stream takes, in memory or on disk; it reads every entry."""
+    async def stream_size(self, stream: str) -> tuple[int, int]:
+        """Return how many entries a stream has, and about how many bytes they take, in memory or on disk."""
 
     async def max_stream_bytes(self) -> float:
         """Return the bytes that a stream may take unless its publisher says otherwise; inf for no limit."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Annotated, Final, Literal, NamedTuple
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from loader.errors import RegistryRecordError, RolloutError
 from loader.registry.fleet import (
@@ -31,7 +31,7 @@ from loader.registry.fleet import (
     rollout_key,
 )
 from loader.rollout.guards import GuardLimits
-from loader.snapshot.tables import Name, schema_errors
+from loader.snapshot.tables import Name, refused_as
 
 Strategy = Literal["beside", "by-replica"]
 Outcome = Literal["refused", "rolled_back", "aborted"]
@@ -225,11 +225,8 @@ def new_rollout(
         "step_began_at": now,
         "events": [Event(at=now, step="start", text=f"rollout of version {published.version} in place of {live}")],
     }
-    try:
+    with refused_as(RolloutError, f"{published.model}: ", Rollout):
         return Rollout.model_validate({**known, **fields})
-    except ValidationError as error:
-        reasons = "; ".join(map(str, schema_errors(error, [Rollout])))
-        raise RolloutError(f"{published.model}: {reasons}") from error
 
 
 def plan_steps(

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 from loader.errors import RegistryConflictError, RolloutError
 from loader.registry.fleet import (
@@ -118,7 +120,7 @@ async def start_rollout(
     return rollout
 
 
-class SeenRollout(NamedTuple):
+class SeenRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model's last rollout and live version, as a page showed them to its user."""
 
     rollout_id: str
@@ -130,9 +132,10 @@ async def _read_seen(fleet: FleetRegistry, model: str, seen: SeenRollout | None)
     """Return the last rollout. Raises RolloutError if it, or the live version, is not as it was `seen`."""
     last, wanted = await read_rollout(fleet, model), await fleet.wanted_model(model)
     live = None if wanted is None else wanted.live
-    if seen is not None and last is not None and seen != (last.rollout.rollout_id, last.rollout.active, live):
+    shown = seen and (seen.rollout_id, seen.is_active, seen.live)
+    if shown and last is not None and shown != (last.rollout.rollout_id, last.rollout.active, live):
         raise RolloutError(
-            f"{model}: its rollout has changed since the page showed it, with version {seen.live} live (now {live}): "
+            f"{model}: its rollout has changed since the page showed it, with version {shown[2]} live (now {live}): "
             "look again"
         )
     return last
@@ -195,12 +198,6 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
     before = record.num_shards
     if before == num_shards:
         return
-
-    def divide_others(wanted: WantedModel | None) -> WantedModel | None:
-        if wanted is None:
-            return None
-        return wanted.model_copy(update={"num_shards": wanted.divided(before).num_shards | wanted.num_shards})
-
     for model in await fleet.wanted():
         last = await read_rollout(fleet, model)
         if last is not None and last.rollout.active:
@@ -209,7 +206,10 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
                 f"shards is {before} until it has ended"
             )
         # Before the new number is on record: its nodes would hold what nobody says is another one's.
-        await fleet.update_wanted(model, divide_others)
+        await fleet.update_wanted(
+            model,
+            lambda now: now and now.model_copy(update={"num_shards": now.divided(before).num_shards | now.num_shards}),
+        )
     changed = record.model_copy(update={"num_shards": num_shards})
     await fleet.registry.put(FLEET, changed.encode(), entry.revision)
 
@@ -384,11 +384,6 @@ class FleetState:
         """Return the last delta of a version's stream; None if it is not published, or nothing is known of it."""
         published = self.published.get((model, version))
         return None if published is None else self.stream_ends.get((model, published.delta_base))
-
-    def last_deltas(self) -> dict[tuple[str, int], int]:
-        """Return the last delta that nodes should have applied, by model and version, of versions that follow some."""
-        followed = ((model, version) for model, wanted in self.wanted.items() for version in wanted.follow)
-        return {key: last for key in followed if (last := self.last_delta(*key)) is not None}
 
 
 async def read_fleet(fleet: FleetRegistry) -> FleetState:

@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-from loader.errors import SnapshotCorruptError, cut, file_error
+from loader.errors import SnapshotCorruptError, cut, file_errors
 from loader.snapshot.tables import (
     FAIL_FAST,
     MAX_FEATURES,
@@ -28,7 +28,7 @@ from loader.snapshot.tables import (
     Name,
     Pooling,
     TableSpec,
-    quoted_errors,
+    refused_as,
 )
 
 FORMAT_VERSION = 1
@@ -448,10 +448,9 @@ def snapshot_file(root: Path, relative_path: str) -> Path:
     """
     path = root.joinpath(*check_relative_path(str(root), relative_path))
     try:
-        real_path = path.resolve(strict=True)
-        is_file = real_path.is_file()
-    except OSError as error:
-        raise file_error(path, "read", error) from error
+        with file_errors(path, "read"):
+            real_path = path.resolve(strict=True)
+            is_file = real_path.is_file()
     except (RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise SnapshotCorruptError(f"{path}: {error}") from error
     if not real_path.is_relative_to(root.resolve()):
@@ -493,10 +492,8 @@ def parse_manifest(where: str, content: bytes) -> Manifest:
     if type(format_version) is not int or format_version != FORMAT_VERSION:
         stated = cut(repr(format_version))
         raise SnapshotCorruptError(f"{where}: format_version {stated}; this release reads only {FORMAT_VERSION}")
-    try:
+    with refused_as(SnapshotCorruptError, f"{where}: "):
         return Manifest.model_validate_json(content, strict=True)
-    except ValidationError as error:
-        raise SnapshotCorruptError(f"{where}: {quoted_errors(error)}") from error
 
 
 def check_manifest_checksum(root: Path, identity: str) -> None:
@@ -514,11 +511,8 @@ def _bounded_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
     """Read a small file. Raises SnapshotError if it can't be read or is longer."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
-    except (OSError, MemoryError) as error:
-        raise file_error(path, "read", error) from error
+    with file_errors(path, "read"), path.open("rb") as file:
+        content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise SnapshotCorruptError(f"{path}: larger than {max_bytes} bytes")
     return content

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,10 +21,10 @@ from loader.errors import (
     SnapshotNotFoundError,
     SnapshotResourceError,
     cut,
-    file_error,
+    file_errors,
     no_path,
 )
-from loader.progress import Progress, no_progress
+from loader.progress import Progress, counting, no_progress
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.golden import GoldenRequests, check_golden_header
@@ -154,10 +153,8 @@ class Snapshot:
         check_manifest_checksum(root, found)
         for entry in entries:
             at = paths[entry.path]
-            try:
+            with file_errors(at, "read"):
                 size_bytes = at.stat().st_size
-            except OSError as error:
-                raise file_error(at, "read", error) from error
             if size_bytes != entry.size_bytes:
                 raise SnapshotCorruptError(f"{at}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
         headers = {relative: read_header(at) for relative, at in paths.items() if relative != PROGRAM_PATH}
@@ -178,20 +175,11 @@ class Snapshot:
         """
         rows = {entry.path for table in self.manifest.tables for entry in (*table.rows, table.access_counts) if entry}
         entries = [file for file in self.manifest.files() if files == "all" or (file.path in rows) == (files == "rows")]
-        done, total = 0, sum(entry.size_bytes for entry in entries)
-        lock = threading.Lock()
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            with lock:
-                done += count
-                progress("checking SHA-256", done, total)
+        on_bytes = counting(progress, "checking SHA-256", sum(entry.size_bytes for entry in entries))
 
         def check(entry: FileEntry, path: Path) -> None:
-            try:
+            with file_errors(path, "read"):
                 sha256 = hash_file(path, on_bytes)
-            except OSError as error:
-                raise file_error(path, "read", error) from error
             if sha256 != entry.sha256:
                 raise SnapshotCorruptError(f"{path}: SHA-256 is {sha256}, the manifest says {entry.sha256}")
 

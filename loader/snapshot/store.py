@@ -37,17 +37,20 @@ from loader.errors import (
     SnapshotCorruptError,
     SnapshotExistsError,
     SnapshotNotFoundError,
-    file_error,
+    file_errors,
     nearest,
     no_path,
 )
-from loader.progress import Progress, no_progress
+from loader.progress import Progress, counting, no_progress
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
     MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
+    checksum_line,
     manifest_texts,
+    parse_manifest,
     read_bounded,
     read_manifest,
     snapshot_file,
@@ -62,8 +65,6 @@ WORK_FOLDER_PREFIX = ".export-"
 """Before the version in the name of the folder in which an export works."""
 TRASH_PREFIX = ".trash-"
 """Before the version in the name of a folder that is being deleted."""
-_GONE_SUFFIX = ".gone"
-"""After it, once files are missing."""
 
 _log = logging.getLogger(__name__)
 
@@ -216,13 +217,12 @@ class Store:
         manifest, texts = stated_by(source, identity, renumbered)
         target = self.path.resolve() / manifest.spec.model / str(manifest.version)
         entries = manifest.files()
-        done, total = 0, sum(entry.size_bytes for entry in entries)
+        add_done = counting(progress, "copying into the store", sum(entry.size_bytes for entry in entries))
         try:
             with open_export_folder(target, identity, progress) as work:
                 for entry in entries:
                     work.write(entry.path, partial(shutil.copyfile, snapshot_file(source, entry.path)), entry)
-                    done += entry.size_bytes
-                    progress("copying into the store", done, total)
+                    add_done(entry.size_bytes)
                 work.publish(texts)
         except OSError as error:
             raise ExportError(f"{source} can't be copied to {target}: {error}") from error
@@ -244,24 +244,22 @@ class Store:
             rename(folder, folder.with_name(f"{TRASH_PREFIX}{version}"))
 
     def bring_back(self, model: str, version: int) -> None:
-        """Let a version that was set aside be seen again."""
+        """Let a version that was set aside be seen again, unless its files are being deleted."""
         folder = self.path / model / str(version)
-        if (trash := folder.with_name(f"{TRASH_PREFIX}{version}")).exists() and not folder.exists():
+        trash = folder.with_name(f"{TRASH_PREFIX}{version}")
+        if (trash / MANIFEST_NAME).exists() and not folder.exists():
             rename(trash, folder)
 
     def delete_set_aside(self, model: str, staying: Collection[int]) -> None:
         """Delete the versions that were set aside; those that are to stay after all come back into sight."""
-        # Those that a run has begun to delete are no snapshots any more.
-        for gone in (self.path / model).glob(f"{TRASH_PREFIX}*{_GONE_SUFFIX}"):
-            shutil.rmtree(gone)
-        for trash in (self.path / model).glob(f"{TRASH_PREFIX}*"):
-            version = trash.name.removeprefix(TRASH_PREFIX)
-            if version.isdecimal() and int(version) in staying:
-                self.bring_back(model, int(version))
-            if trash.exists():
-                gone = trash.with_name(trash.name + _GONE_SUFFIX)
-                rename(trash, gone)
-                shutil.rmtree(gone)
+        for version in self._set_aside_versions(model):
+            if version in staying:
+                self.bring_back(model, version)
+            if (trash := self.path / model / f"{TRASH_PREFIX}{version}").exists():
+                # The manifest goes first: without it the others are no version.
+                (trash / MANIFEST_NAME).unlink(missing_ok=True)
+                fsync_path(trash)
+                shutil.rmtree(trash)
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
         """Read a small file. Raises SnapshotError if it can't be read, with what the file system says as cause."""
@@ -271,33 +269,29 @@ class Store:
         """Write a small file durably, in one step. Raises SnapshotError if the store can't be written."""
         target = self.path / path
         unfinished = target.with_name(f".{target.name}-{os.getpid()}")
-        try:
-            replace_file(target, content, unfinished)
-        except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink()
-            raise file_error(target, "written", error) from error
+        with file_errors(target, "written"):
+            try:
+                replace_file(target, content, unfinished)
+            finally:
+                with suppress(OSError):
+                    unfinished.unlink()
 
     def list_files(self, folder: str) -> dict[str, float]:
         """Return the age, in seconds, of a folder's finished small files by path. Raises SnapshotError."""
         now = time.time()
-        try:
+        with file_errors(self.path / folder, "read"):
             files = [file for file in (self.path / folder).glob("[!.]*") if file.is_file()]
             return {f"{folder}/{file.name}": now - file.stat().st_mtime_ns / 1e9 for file in files}
-        except OSError as error:
-            raise file_error(self.path / folder, "read", error) from error
 
     def delete_files(self, paths: Iterable[str]) -> None:
         """Delete small files; what is gone already is no error. Raises SnapshotError if the store can't be written."""
         for path in paths:
-            try:
+            with file_errors(self.path / path, "deleted"):
                 (self.path / path).unlink(missing_ok=True)
-            except OSError as error:
-                raise file_error(self.path / path, "deleted", error) from error
 
     def _set_aside_versions(self, model: str) -> list[int]:
         """List the versions that are out of sight, ascending; they may come back until they are deleted."""
-        return version_numbers([name.removesuffix(_GONE_SUFFIX) for name in self._version_names(model)], TRASH_PREFIX)
+        return version_numbers(self._version_names(model), TRASH_PREFIX)
 
     def _model_names(self) -> list[str]:
         return _folders(self.path)
@@ -321,21 +315,17 @@ def _folders(path: Path) -> list[str]:
 
 
 def stated_by(source: Path, identity: str, renumbered: Manifest | None) -> tuple[Manifest, dict[str, str]]:
-    """Read manifest and checksum, byte for byte, unless there is another one; return it and its `manifest_texts`.
+    """Read the manifest, byte for byte, unless there is another one; return it and its `manifest_texts`.
 
-    Raises SnapshotCorruptError if they changed since they were read.
+    Raises SnapshotError if it can't be read, or changed since it was read.
     """
     if renumbered is not None:
         return renumbered, manifest_texts(renumbered)
-    try:
-        texts = {name: snapshot_file(source, name).read_bytes() for name in (MANIFEST_NAME, CHECKSUM_NAME)}
-        if hashlib.sha256(texts[MANIFEST_NAME]).hexdigest() != identity:
-            raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: changed while it was published")
-        return read_manifest(source)[0], {name: text.decode("utf-8") for name, text in texts.items()}
-    except UnicodeDecodeError as error:
-        raise SnapshotCorruptError(f"{source / MANIFEST_NAME}: not UTF-8: {error}") from error
-    except OSError as error:
-        raise file_error(source, "read", error) from error
+    path = snapshot_file(source, MANIFEST_NAME)
+    content = read_bounded(path, MAX_MANIFEST_BYTES)
+    if hashlib.sha256(content).hexdigest() != identity:
+        raise SnapshotCorruptError(f"{path}: changed while it was published")
+    return parse_manifest(str(path), content), {MANIFEST_NAME: content.decode(), CHECKSUM_NAME: checksum_line(identity)}
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
@@ -469,14 +459,8 @@ def _recover(work: Path, inputs_digest: str, progress: Progress) -> dict[str, Fi
             finished[entry.path] = entry
         except ValidationError:
             _log.warning("%s: a damaged line is ignored", journal)
-    done, total = 0, sum(entry.size_bytes for entry in finished.values())
-    for entry in list(finished.values()):
-        path = work / "snapshot" / entry.path
-        if not path.is_file() or path.stat().st_size != entry.size_bytes or hash_file(path) != entry.sha256:
-            _log.warning("%s is not what was recorded: it is written again", path)
-            del finished[entry.path]
-        done += entry.size_bytes
-        progress("checking finished files", done, total)
+    for entry in missing_files(work / "snapshot", list(finished.values()), True, progress):
+        del finished[entry.path]
     _log.info("%s: resuming, %d files are finished", work, len(finished))
     return finished
 
@@ -485,21 +469,16 @@ def missing_files(
     folder: Path, entries: Sequence[FileEntry], verify: bool = False, progress: Progress = no_progress
 ) -> list[FileEntry]:
     """Return the files that a folder does not have in the stated size; with `verify`, and SHA-256."""
-    missing, done, total = [], 0, sum(entry.size_bytes for entry in entries)
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("checking SHA-256", done, total)
-
+    missing, on_bytes = [], counting(progress, "checking SHA-256", sum(entry.size_bytes for entry in entries))
     for entry in entries:
         path = folder / entry.path
-        if not path.is_file() or path.stat().st_size != entry.size_bytes:
-            missing.append(entry)
-        elif verify and hash_file(path, on_bytes) != entry.sha256:
-            _log.warning("%s is not what was fetched: it is fetched again", path)
+        has_size = path.is_file() and path.stat().st_size == entry.size_bytes
+        if has_size and (not verify or hash_file(path, on_bytes) == entry.sha256):
+            continue
+        missing.append(entry)
+        if path.is_file():
+            _log.warning("%s is not what it was: it is written again", path)
             path.unlink(missing_ok=True)  # another process may have read the same
-            missing.append(entry)
     return missing
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
@@ -290,6 +291,21 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for inner in get_args(annotation):
         yield from _models_in(inner)
+
+
+@contextmanager
+def refused_as(
+    refusal: Callable[[str], Exception], where: str, schema: type[BaseModel] | None = None
+) -> Iterator[None]:
+    """Raise a refusal, of `where` and the mistakes, in place of a ValidationError in the block.
+
+    With the `schema` that was validated, an unknown key comes with those that are allowed there.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        problems = quoted_errors(error) if schema is None else "; ".join(map(str, schema_errors(error, [schema])))
+        raise refusal(f"{where}{problems}") from error
 
 
 def quoted_errors(error: ValidationError) -> str:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import SnapshotCorruptError, cut, file_error
+from loader.errors import SnapshotCorruptError, cut, file_errors
 from loader.memory import map_array
 
 MAX_HEADER_BYTES = 16 << 20
@@ -64,7 +64,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises SnapshotCorruptError if the header is too long, not what the format allows, or does not fit the file's size.
     """
     try:
-        with path.open("rb") as file:
+        with file_errors(path, "read"), path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
@@ -72,8 +72,6 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                     f"{path}: header of {header_bytes} bytes in a file of {file_bytes}; at most {MAX_HEADER_BYTES}"
                 )
             entries = _HEADER.decode(file.read(header_bytes))
-    except OSError as error:
-        raise file_error(path, "read", error) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SnapshotCorruptError(f"{path}: the header: {error}") from error
     position = data_offset = 8 + header_bytes
@@ -136,9 +134,8 @@ def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_wr
     if 0 in info.shape:
         return np.zeros(info.shape, dtype)
     try:
-        return map_array(path, info.offset, info.shape, dtype, copy_on_write=copy_on_write)
-    except OSError as error:
-        raise file_error(path, "mapped", error) from error
+        with file_errors(path, "mapped"):
+            return map_array(path, info.offset, info.shape, dtype, copy_on_write=copy_on_write)
     except ValueError as error:
         raise SnapshotCorruptError(f"{path}: can't be mapped: {error}") from error
 
@@ -150,16 +147,13 @@ def load_numpy(path: Path, tensors: Mapping[str, TensorInfo] | None = None) -> d
     """
     header = read_header(path) if tensors is None else tensors
     loaded: dict[str, npt.NDArray[Any]] = {}
-    try:
-        with path.open("rb") as file:
-            for name, info in header.items():
-                if info.dtype not in _DTYPES:
-                    raise SnapshotCorruptError(f"{path}: tensor {cut(repr(name))} is {info.dtype}, which is not read")
-                array = np.empty(info.shape, _DTYPES[info.dtype])
-                file.seek(info.offset)
-                if file.readinto(array.reshape(-1).view(np.uint8).data) != info.size_bytes:
-                    raise SnapshotCorruptError(f"{path}: can't be read: it ends in tensor {cut(repr(name))}")
-                loaded[name] = array
-    except (OSError, MemoryError) as error:
-        raise file_error(path, "read", error) from error
+    with file_errors(path, "read"), path.open("rb") as file:
+        for name, info in header.items():
+            if info.dtype not in _DTYPES:
+                raise SnapshotCorruptError(f"{path}: tensor {cut(repr(name))} is {info.dtype}, which is not read")
+            array = np.empty(info.shape, _DTYPES[info.dtype])
+            file.seek(info.offset)
+            if file.readinto(array.reshape(-1).view(np.uint8).data) != info.size_bytes:
+                raise SnapshotCorruptError(f"{path}: can't be read: it ends in tensor {cut(repr(name))}")
+            loaded[name] = array
     return loaded

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import xxhash
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from loader.errors import StoreError, cut
 from loader.registry.registry import local_path, without_password
-from loader.snapshot.tables import Frozen, schema_errors
+from loader.snapshot.tables import Frozen, refused_as
 
 DEFAULT_CACHE_BYTES: Final = 100 * 10**9
 FETCHING: Final = "fetching from the store"
@@ -71,8 +72,5 @@ def store_place(text: str | Path | StoreUrl, **cache: object) -> StorePlace:
         return text
     if (path := local_path(text)) is not None:
         return path
-    try:
+    with refused_as(partial(StoreError, kind="store_url"), "store: ", StoreUrl):
         return StoreUrl.model_validate({"url": text.rstrip("/"), **cache})
-    except ValidationError as error:
-        problems = "; ".join(map(str, schema_errors(error, [StoreUrl])))
-        raise StoreError(f"store: {problems}", kind="store_url") from error

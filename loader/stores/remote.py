@@ -51,7 +51,7 @@ from loader.errors import (
     StoreError,
     cut,
 )
-from loader.progress import Progress, all_or_first_error, no_progress
+from loader.progress import Progress, all_or_first_error, counting, no_progress
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
     MANIFEST_NAME,
@@ -232,12 +232,11 @@ class RemoteStore(Store):
         if is_new := not self._has(model, version, identity, source):
             # Files that were there before the first claim are anybody's, and may be incomplete.
             sizes = {} if is_first else {meta["path"]: meta["size"] for meta in self._list(folder)}
-            done, total = 0, sum(entry.size_bytes for entry in entries)
+            add_done = counting(progress, "putting into the store", sum(entry.size_bytes for entry in entries))
             for entry in entries:
                 if sizes.get(f"{folder}/{entry.path}") != entry.size_bytes:
                     self.write_file(f"{folder}/{entry.path}", snapshot_file(source, entry.path))
-                done += entry.size_bytes
-                progress("putting into the store", done, total)
+                add_done(entry.size_bytes)
             self.write_file(f"{folder}/{CHECKSUM_NAME}", texts[CHECKSUM_NAME].encode())
             # If an answer was lost, it is there already, and is ours.
             self._create(f"{folder}/{MANIFEST_NAME}", texts[MANIFEST_NAME].encode())

@@ -36,7 +36,7 @@ from loader.snapshot.writer import export_snapshot
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators
 from loadtest.load.loops import not_busy_because
-from loadtest.load.result import line, ratio_text, significant, this_machine, versions
+from loadtest.load.result import line, this_machine, versions
 from loadtest.servers import THIS_CHECKOUT, Server, ServerCommand, commit_of, running
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotRows
@@ -46,7 +46,7 @@ from router.router import Router
 from router.shard import ReplicaSource, ReplicatedShard
 from serving.cli import WithExamples
 from serving.cli import options as opts
-from serving.cli.output import table_of
+from serving.cli.output import table_of, text_of
 from serving.fleet.supervisor import shardrank_command
 from shard_node.bags import Float32Array, KeyedBags
 from shard_node.engine.loading import load_tables
@@ -112,9 +112,9 @@ class Compared(NamedTuple):
     interval: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        """Write the ratio as `0.61 × [0.58, 0.64]`."""
-        interval = "" if self.interval is None else " [{}, {}]".format(*map(ratio_text, self.interval))
-        return "" if self.ratio is None else f"{ratio_text(self.ratio)} ×{interval}"
+        """Write the ratio as `0.610 × [0.580, 0.640]`."""
+        interval = "" if self.interval is None else " [{:#.3g}, {:#.3g}]".format(*self.interval)
+        return "" if self.ratio is None else f"{self.ratio:#.3g} ×{interval}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     for name, measure in comparison.subjects[baseline].items():
         for subject, measures in comparison.subjects.items():
             head, ratio = (f"{name}, {measure.unit}", "") if subject == baseline else ("", str(measures[name]))
-            rows.append((head, subject, significant(measures[name].median), ratio))
+            rows.append((head, subject, text_of("", measures[name].median), ratio))
     console.print(table_of("", ("", "", "#median", "#ratio"), rows, no_wrap=True))
     medians, sure = "values of one round", "(one round has no confidence interval)"
     if comparison.rounds > 1:
@@ -262,16 +262,13 @@ class Bench:
         """Keep a server busy with so many requests in flight, after a warm-up of a fifth; see `BUSY_MEASURES`."""
         busy = generators.busy(load, in_flight, min(1.0, seconds / 5), seconds, server.process_ids)
         self.problems += [f"{self._measured}: {problem}" for problem in not_busy_because(busy)]
-        by_role = {f"{CPU}, {role}": sum(cpu) / busy.requests * 1e3 for role, cpu in busy.server_cpu.items()}
-        in_kernel = {f"{CPU}, {role}, kernel": cpu[1] / busy.requests * 1e3 for role, cpu in busy.server_cpu.items()}
         return {
             CPU: busy.cpu_ms,
             "requests": busy.requests_per_s,
             "p50": busy.p50_ms,
             "p99": busy.p99_ms,
             "CPU of the client": busy.client_cpu_s / busy.seconds,
-            **by_role,
-            **in_kernel,
+            **{f"{CPU}, {role}": cpu_s / busy.requests * 1e3 for role, cpu_s in busy.server_cpu_s.items()},
         }
 
     def seconds(self, seconds: float) -> float:

@@ -11,7 +11,6 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from loadtest.drill.config import BrokenDrillConfig, Judged, Limit, Report, answ
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, count_kinds, oracle_fleet
 from loadtest.drill.oracle import golden_requests, write_oracle
 from loadtest.load.result import OK, Rows
+from serving.fleet.supervisor import shardrank_command
 
 PUBLISH_TIMEOUT_S = 120.0
 WATCH_S = 2.0
@@ -226,19 +226,12 @@ def publish_with_little_room(snapshot: Path, registry: str, store: Path, max_fil
     """Publish by the command, with files of at most `max_file_kb` KiB; return who refused it cleanly, and why."""
     store.mkdir()
     # A limit of the process needs no privilege, as mounting a small disk does.
-    shell = ("bash", "-c", f'ulimit -f {max_file_kb}; exec "$@"', "bash")
-    publish = (sys.executable, "-m", "serving.cli", "publish", str(snapshot), "--store", str(store))
+    shell = ("bash", "-c", f'ulimit -f {max_file_kb}; exec "$@" 2>&1', "bash")
+    command = (*shell, *shardrank_command("publish", str(snapshot), "--store", str(store)))
     # Python would leave compiled modules cut off at the limit, which every later process fails to read.
     environment = {**os.environ, "SHARDRANK_REGISTRY": registry, "PYTHONDONTWRITEBYTECODE": "1"}
     result = subprocess.run(
-        (*shell, *publish),
-        check=False,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        timeout=PUBLISH_TIMEOUT_S,
+        command, check=False, capture_output=True, text=True, env=environment, timeout=PUBLISH_TIMEOUT_S
     )
     message, remains = result.stdout.strip(), [path.name for path in store.glob("*/[0-9]*")]
     says_why = os.strerror(errno.EFBIG) in message and "Traceback" not in message

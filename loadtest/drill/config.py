@@ -262,9 +262,9 @@ class UpgradeDrillConfig(RollingDrillConfig):
 class SoakDrillConfig(RollingDrillConfig):
     """Keep a fleet at work for a while, and report what grows.
 
-    Rollouts, row updates, bad requests and new connections go on alongside the load. Once a second memory, descriptors
-    and threads of each process are read. After a warm-up, the first half, memory may grow by 0.25 MB a minute at most,
-    with certainty, and descriptors and threads not at all.
+    Rollouts and row updates go on alongside the load. Once a second memory, descriptors and threads of each process are
+    read. After a warm-up, the first half, memory may grow by 0.25 MB a minute at most, with certainty, and descriptors
+    and threads not at all.
 
     Examples:
       shardrank drill soak --json soak.json
@@ -277,7 +277,6 @@ class SoakDrillConfig(RollingDrillConfig):
     rate: Rate = 100.0
     minutes: float = Field(20.0, gt=0, description="Under load, warm-up included.")
     updates: float = Field(2.0, gt=0, description="Batches of changed rows a second.")
-    strangers: float = Field(5.0, gt=0, description="Bad and good requests a second, over new connections.")
     # 42 bytes for each request at the default rate: one entry of a dictionary for each is more than twice that.
     max_mb_per_min: float = Field(0.25, gt=0, description="More growth of a process's memory is a problem.")
 

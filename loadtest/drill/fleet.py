@@ -40,7 +40,7 @@ from loader.rollout.requests import start_rollout
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import publish, retain
 from loadtest.drill.config import FleetDrillConfig, FleetShape, Judged, Report, make_report
-from loadtest.drill.oracle import APIS, TIMEOUT_MS, OracleRequests, api_of, oracle_spec, write_oracle
+from loadtest.drill.oracle import APIS, TIMEOUT_MS, api_of, oracle_senders, oracle_spec, write_oracle
 from loadtest.errors import LoadError
 from loadtest.load.generator import Generators, event_loop
 from loadtest.load.loops import arrival_times, open_loop
@@ -182,11 +182,7 @@ async def ask_oracle(config: FleetDrillConfig, server: Server, file: Path) -> Re
 
     It is there, but empty, once the first request is due.
     """
-    requests = OracleRequests(config)
-    senders = (
-        await requests.sender(server.target("json"), HTTP_CONNECTIONS),
-        await requests.sender(server.target("grpc")),
-    )
+    senders = await oracle_senders(config, server, HTTP_CONNECTIONS)
     for sender in senders:
         await sender.open(CONNECT_TIMEOUT_S)
     # What is there by now stays: a collection that walks all questions would delay answers.

@@ -38,6 +38,7 @@ from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
+from loadtest.servers import Server
 from loadtest.workloads.payloads import Payload
 from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
 from shard_node.bags import Float32Array, Int64Array
@@ -259,7 +260,6 @@ PROTOBUF = (("content-type", "application/x-protobuf"), ("accept", "application/
 # Deadline of each request, which brings it; from when it is due, it is also what the load waits at most.
 TIMEOUT_MS = 5000
 QUESTIONS_EACH = 256
-NO_VECTORS = np.empty(0, np.float32)
 
 
 def api_of(number: int) -> int:
@@ -267,44 +267,36 @@ def api_of(number: int) -> int:
     return API_PATTERN[number % len(API_PATTERN)]
 
 
-class OracleRequests:
-    """The oracle's questions, encoded, the same over HTTP and gRPC, and the judge of their answers."""
+async def oracle_senders(shape: OracleShape, server: Server, http_connections: int) -> tuple[Sender, Sender]:
+    """Make the senders of the oracle's questions, over HTTP and over gRPC, with the judge of their answers."""
+    by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH)
+    questions = [by_method[METHODS[api // 2]][number] for number in range(QUESTIONS_EACH) for api in API_PATTERN]
+    over_http, over_grpc = list[Payload](), list[Payload]()
+    for question in questions:
+        message: Any = lookup_request(question.bags, {})
+        if question.method == "rank":
+            sides = question.side("context"), question.side("candidate")
+            message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
+        message.model, message.timeout_ms = shape.model, TIMEOUT_MS
+        body = message.SerializeToString()
+        over_http.append(Payload(f"/v1/models/{shape.model}:{question.method}", body, PROTOBUF, 0))
+        over_grpc.append(Payload(f"/shardrank.v1.RankingService/{question.method.title()}", body, (), 0))
 
-    def __init__(self, shape: OracleShape) -> None:
-        by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH)
-        self._questions = [by_method[METHODS[api // 2]][i] for i in range(QUESTIONS_EACH) for api in API_PATTERN]
-        self._model = shape.model
-        self._bodies: list[bytes] = []
-        for question in self._questions:
-            message: Any = lookup_request(question.bags, {})
+    def check(request: Outgoing, body: bytes) -> Failure | None:
+        question = questions[request.number % len(questions)]
+        try:
             if question.method == "rank":
-                sides = question.side("context"), question.side("candidate")
-                message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
-            message.model, message.timeout_ms = shape.model, TIMEOUT_MS
-            self._bodies.append(message.SerializeToString())
+                ranked = read_rank(body)
+                request.verdict, values = ranked.version, ranked.scores
+            else:
+                lookup = read_lookup(body)
+                # Vectors that are missing are values too few, which is judged.
+                vectors: dict[str, Any] = {**dict.fromkeys(question.bags, ()), **lookup.embeddings}
+                request.verdict = lookup.version
+                values = np.concatenate([vectors[name] for name in question.bags], axis=None)
+        except ShardrankError as error:
+            return Failure(error.kind, str(error))
+        return judge(question, request.verdict, values)
 
-    async def sender(self, url: str, connections: int = 4) -> Sender:
-        """Make the sender of a server's URL."""
-        paths = {method: f"/shardrank.v1.RankingService/{method.title()}" for method in METHODS}
-        if is_http := url.startswith("http:"):
-            paths = {method: f"/v1/models/{self._model}:{method}" for method in METHODS}
-        requests = zip(self._questions, self._bodies, strict=True)
-        payloads = [Payload(paths[each.method], body, PROTOBUF if is_http else (), 0) for each, body in requests]
-
-        def check(request: Outgoing, body: bytes) -> Failure | None:
-            question = self._questions[request.number % len(self._questions)]
-            try:
-                if question.method == "rank":
-                    ranked = read_rank(body)
-                    request.verdict, values = ranked.version, ranked.scores
-                else:
-                    lookup = read_lookup(body)
-                    # Vectors that are missing are values too few, which is judged.
-                    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, NO_VECTORS), **lookup.embeddings}
-                    request.verdict = lookup.version
-                    values = np.concatenate([vectors[name] for name in question.bags], axis=None)
-            except ShardrankError as error:
-                return Failure(error.kind, str(error))
-            return judge(question, request.verdict, values)
-
-        return await make_sender(url, payloads, check, connections=connections, channels=connections)
+    http_sender = await make_sender(server.target("json"), over_http, check, connections=http_connections)
+    return http_sender, await make_sender(server.target("grpc"), over_grpc, check)

@@ -1,4 +1,4 @@
-"""`drill soak`: a fleet at work for a while, with rollouts, row updates and bad requests; does anything grow?
+"""`drill soak`: a fleet at work for a while, with rollouts and row updates; does anything grow?
 
 The first half is warm-up: pools fill, allocators and caches reach their size. Of what follows, rollouts excluded, in
 which there are two versions, the medians of `BLOCKS` blocks are taken, and a line is fitted to them.
@@ -7,10 +7,8 @@ which there are two versions, the medians of `BLOCKS` blocks are taken, and a li
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
-import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,10 +21,8 @@ import numpy as np
 from loader.progress import Progress
 from loadtest.drill.config import Judged, Limit, Report, RollingDrillConfig, SoakDrillConfig, answer_limits
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, Sample, TimeSpan, count_kinds, oracle_fleet, read_processes
-from loadtest.drill.oracle import TIMEOUT_MS, OracleRequests
 from loadtest.drill.trainer import running_trainer
 from loadtest.load.result import Float64Array, Rows
-from loadtest.load.senders import Outgoing
 
 WARM_UP_SHARE = 0.5
 BLOCKS = 30
@@ -39,28 +35,6 @@ SAMPLE_S = 1.0
 QUIET_S = 5.0
 MEASURES = ("rss_mb", "anonymous_mb", "descriptors", "threads")
 """Of a `Sample`."""
-MAX_PROBLEMS = 10
-# Some of what strangers send is never answered.
-ANSWER_WAIT_S = 0.5
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
-POST = b"POST /v1/models/oracle:rank HTTP/1.1\r\nhost: soak\r\ncontent-length: "
-BAD_REQUESTS = {
-    "http": (
-        b"\x16\x03\x01\x02\x00 no HTTP at all \r\n\r\n",
-        POST + b'24\r\n\r\n{"context": {"nosuch": 1}',
-        POST + b"1000\r\n\r\n{",
-        POST + b"1099511627776\r\n\r\n" + b"x" * 1000,
-        b"GET /nosuch HTTP/1.1\r\nhost: soak\r\n\r\n",
-        b"",
-    ),
-    # A frame of data on a stream that was never opened; one that is longer than allowed.
-    "grpc": (
-        b"GET / HTTP/1.1\r\n\r\n",
-        PREFACE,
-        PREFACE + b"\0\0\1\0\0\0\0\0\1x",
-        PREFACE + b"\xff\xff\xff\1\4\0\0\0\1",
-    ),
-}
 
 
 @dataclass(slots=True)
@@ -72,7 +46,6 @@ class SoakCourse:
     excluded: list[TimeSpan] = field(default_factory=list)
     """Rollouts, and the time in which they settle."""
     counts: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
 
 
 async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -> Report:
@@ -80,22 +53,16 @@ async def run_drill(config: SoakDrillConfig, folder: Path, progress: Progress) -
     course, total_s = SoakCourse(), 60 * config.minutes
     async with oracle_fleet(config, folder, progress) as fleet, running_trainer(fleet, config, course.counts, {}):
         ends, first_ids = time.monotonic() + total_s, fleet.process_ids()
-        tasks = (
-            run_rollouts(config, fleet, course, ends),
-            _call_as_strangers(config, fleet, course),
-        )
-        running = [fleet.load.tasks.create_task(task) for task in tasks]
+        rolling = fleet.load.tasks.create_task(run_rollouts(config, fleet, course, ends))
         while (left_s := ends - time.monotonic()) > 0:
             progress("seconds", int(total_s - left_s), int(total_s))
             process_ids = fleet.process_ids()
             course.samples[time.monotonic()] = await asyncio.to_thread(read_processes, process_ids)
             course.restarted |= {name for name, number in process_ids.items() if number != first_ids[name]}
             await asyncio.sleep(SAMPLE_S)
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
+        rolling.cancel()
         progress("seconds", int(total_s), int(total_s))
-        return await fleet.report(partial(soak_figures, config, course), course.problems)
+        return await fleet.report(partial(soak_figures, config, course))
 
 
 async def run_rollouts(config: RollingDrillConfig, fleet: OracleFleet, course: SoakCourse, ends: float) -> None:
@@ -108,31 +75,6 @@ async def run_rollouts(config: RollingDrillConfig, fleet: OracleFleet, course: S
         await fleet.swap_to(live)
         course.excluded.append(TimeSpan(begin, time.monotonic() + QUIET_S))
         course.counts["rollouts"] += 1
-
-
-async def _call_as_strangers(config: SoakDrillConfig, fleet: OracleFleet, course: SoakCourse) -> None:
-    local, draw = fleet.local.ports, random.Random(config.seed)
-    requests, ports = OracleRequests(config), {"http": local.http_port, "grpc": local.grpc_port}
-    bad = itertools.cycle((scheme, request) for scheme, sent in BAD_REQUESTS.items() for request in sent)
-    for (scheme, request), fresh in zip(bad, itertools.cycle(ports), strict=False):
-        await asyncio.sleep(1.0 / config.strangers)
-        reader, writer = await asyncio.open_connection(local.host, ports[scheme])
-        answer = b""
-        with contextlib.suppress(TimeoutError, ConnectionError), contextlib.closing(writer):
-            writer.write(request)
-            async with asyncio.timeout(ANSWER_WAIT_S if request else 0):
-                answer = await reader.read(1024)
-        course.counts["bad_requests"] += 1
-        if answer.startswith(b"HTTP/1.1 5"):
-            course.problems.append(f"a bad request was answered with {answer[:40]!r}: {request[:60]!r}")
-        sender, now = await requests.sender(f"{fresh}://{local.host}:{ports[fresh]}", 1), time.monotonic()
-        good = Outgoing(draw.randrange(1 << 20), 0.0, now, now + TIMEOUT_MS / 1000, now)
-        failure = await sender.ask(good)
-        await sender.aclose()
-        course.counts["fresh_requests"] += 1
-        if failure is not None:
-            course.problems.append(f"a request over a new connection: {failure.kind}: {failure.message}")
-        del course.problems[MAX_PROBLEMS:]
 
 
 def fit_slope(minutes: Float64Array, values: Float64Array) -> dict[str, float | None]:
@@ -184,7 +126,8 @@ def soak_figures(config: SoakDrillConfig, course: SoakCourse, answers: Rows) -> 
         grown.append(Limit(f"{process} {what} a minute", grows, limit))
     figures: dict[str, Any] = {
         "minutes": config.minutes,
-        **{name: course.counts[name] for name in ("rollouts", "updates", "bad_requests", "fresh_requests")},
+        "rollouts": course.counts["rollouts"],
+        "updates": course.counts["updates"],
         "samples": int(measured.size),
         "measured_min": measured_min,
         "restarted": sorted(course.restarted),

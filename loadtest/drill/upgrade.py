@@ -20,7 +20,8 @@ from typing import Any
 
 import httpx
 
-from loader.deltas.chain import is_commit
+from loader.deltas.chain import FORMAT, is_commit
+from loader.deltas.publisher import SETTLED_S
 from loader.progress import Progress
 from loader.registry.fleet import delta_stream
 from loadtest.drill.config import Judged, Limit, Order, Report, RestartDrillConfig, UpgradeDrillConfig, answer_limits
@@ -92,7 +93,8 @@ async def replace_publisher(
     """Have the new release publish after the old one, which tries once more, and read all back. Returns figures."""
     await asyncio.sleep(WATCH_S)
     trainer.start(environment)
-    await asyncio.sleep(WATCH_S)
+    # Until a publisher that finds all nodes new changes the format.
+    await asyncio.sleep(SETTLED_S + WATCH_S)
     refusal = ""
     try:
         await trainer.update(trainer.processes[0])
@@ -113,6 +115,7 @@ async def replace_publisher(
         "old_publisher_refused": int(bool(refusal)),
         "old_publisher_refusal": refusal,
         "delta_formats": [formats[0], formats[-1]],
+        "last_delta_format": formats[-1],
         "lookups_with_last_delta": differing.count(0),
         "updates": len(trainer.acknowledged),
         "updates_lost": len(trainer.acknowledged - kept) + max(differing),
@@ -158,7 +161,7 @@ def restart_figures(figures: dict[str, Any], answers: Rows) -> Judged:
     """Return the figures with those of answers, and the limits, also of what must have gone on."""
     figures = {**count_kinds(answers["code"]), **figures}
     # What an old publisher appended behind a change of formats would be read by no node.
-    least = {"answers": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS}
+    least = {"answers": 1, "updates": 1, "lookups_with_last_delta": LOOKUPS, "last_delta_format": FORMAT}
     least |= {"old_publisher_refused": int(len(set(figures["delta_formats"])) > 1)}
     least |= {"rollouts": 1} if "rollouts" in figures else {}
     done = [Limit(name, figures[name], count, "at least") for name, count in least.items()]

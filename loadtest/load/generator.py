@@ -25,7 +25,7 @@ import uvloop
 from loader.errors import ConfigError, ShardrankError
 from loader.memory import settle_heap
 from loadtest.errors import LoadError, RequestFailedError
-from loadtest.load.config import MAX_TIMEOUT_MS, OTHER_SERVERS_APIS, OfferedLoad, RunConfig, Sending
+from loadtest.load.config import OfferedLoad, RunConfig, Sending
 from loadtest.load.loops import ANSWER_TIMEOUT_S, Weighed, arrival_times, keep_busy, open_loop
 from loadtest.load.result import Done, LoadResult, Ready, Recorder, make_result
 from loadtest.load.senders import Failure, Judge, Outgoing, check_answer, make_sender
@@ -47,11 +47,8 @@ Answer = TypeVar("Answer")
 
 def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Pool]:
     """Open a workload: its complete name, and the requests of a process, which are made once. Raises ShardrankError."""
-    # Where servers listen changes, what is requested does not; requests of other servers bring no deadline.
-    changed: dict[str, object] = {"target": "", "api": load.spoken}
-    if load.spoken in OTHER_SERVERS_APIS:
-        changed["timeout_ms"] = MAX_TIMEOUT_MS
-    return _open_payloads(load.model_copy(update=changed), process)
+    # Where servers listen changes, what is requested does not.
+    return _open_payloads(load.model_copy(update={"target": "", "api": load.spoken}), process)
 
 
 @lru_cache(maxsize=32)

@@ -2,7 +2,6 @@
 
 The closed loop always has the same number in flight, while server and client are weighed. It has no say in latency; it
 shows what a server costs that never waits for work, and, with one request in flight, how fast it answers when idle.
-
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import psutil
@@ -28,14 +27,11 @@ from loadtest.load.senders import Failure, Outgoing, check_answer, make_sender
 from loadtest.workloads.payloads import Pool, changing_headers
 
 ANSWER_TIMEOUT_S = 60.0
-TIMEOUT_KINDS = frozenset({"timeout", "http_504", "grpc_deadline_exceeded"})
-"""Kinds of failed requests that had too little time."""
 
 Role: TypeAlias = Literal["serve", "nodes"]
 """Of a server's processes: those that run `shard-node`, and all others."""
 # Beyond so many, answers are read before more requests are sent: a generator that is behind must not stop reading.
 MAX_SENDS_AT_ONCE = 64
-TIMES_PER_CHUNK = 4096
 _TFD_TIMER_ABSTIME = 1
 
 
@@ -48,18 +44,12 @@ def arrival_times(
     gaps of mean 1 / rate; each process draws its own at its share of the rate, and together they are such a process
     again, since a superposition of Poisson processes is one.
     """
-    rng = np.random.default_rng([seed, process])
-    first, begin = 0, 0.0
-    while True:
-        if arrivals == "constant":
-            # Multiplied, not added up, so that an hour of requests has the rounding error of one.
-            times = ((first + np.arange(TIMES_PER_CHUNK)) * processes + process) / rate
-        else:
-            times = begin + np.cumsum(rng.exponential(processes / rate, TIMES_PER_CHUNK))
-        first, begin = first + TIMES_PER_CHUNK, float(times[-1])
-        yield from times[times < until_s].tolist()
-        if begin >= until_s:
-            return
+    # Multiplied, not added up, so that an hour of requests has the rounding error of one.
+    times: Iterable[float] = ((number * processes + process) / rate for number in itertools.count())
+    if arrivals == "poisson":
+        rng = np.random.default_rng([seed, process])
+        times = itertools.accumulate(rng.exponential(processes / rate) for _ in itertools.count())
+    return itertools.takewhile(lambda time_s: time_s < until_s, times)
 
 
 class PreciseTimer:
@@ -146,13 +136,6 @@ async def open_loop(
                     recorder.add(request, Failure("too_many_in_flight", f"{in_flight} are in flight"))
 
 
-class CpuTime(NamedTuple):
-    """Processor time of some processes, in their code and in the kernel; the sum is all of it."""
-
-    user_s: float = 0.0
-    kernel_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Weighed:
     """What a busy server took for the requests that it answered right within the seconds; times are from sending.
@@ -162,7 +145,7 @@ class Weighed:
 
     requests: int
     seconds: float
-    server_cpu: dict[Role, CpuTime]
+    server_cpu_s: dict[Role, float]
     client_cpu_s: float
     p50_ms: float
     p99_ms: float
@@ -175,7 +158,7 @@ class Weighed:
     @property
     def cpu_ms(self) -> float:
         """Processor time of the server for each answer."""
-        return sum(map(sum, self.server_cpu.values())) / self.requests * 1e3
+        return sum(self.server_cpu_s.values()) / self.requests * 1e3
 
 
 def not_busy_because(busy: Weighed) -> tuple[str, ...]:
@@ -186,18 +169,18 @@ def not_busy_because(busy: Weighed) -> tuple[str, ...]:
     return (f"throughput: the client used {share:.0%} of a core; at most {MAX_CPU_SHARE:.0%} is allowed",)
 
 
-def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, CpuTime]:
-    """Add up the processor time that processes have used so far, by what they run. Raises psutil.NoSuchProcess."""
-    total: dict[Role, CpuTime] = {}
+def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, float]:
+    """Add up the processor seconds that processes have used so far, by what they run. Raises psutil.NoSuchProcess."""
+    total_s: dict[Role, float] = {}
     for process in map(psutil.Process, process_ids):
         role: Role = "nodes" if "shard-node" in process.cmdline() else "serve"
-        total[role] = CpuTime(*np.add(total.get(role, CpuTime()), process.cpu_times()[:2]).tolist())
-    return total
+        total_s[role] = total_s.get(role, 0.0) + sum(process.cpu_times()[:2])
+    return total_s
 
 
 def cpu_seconds(process_ids: Iterable[int]) -> float:
     """Add up the processor time that processes have used so far. Raises psutil.NoSuchProcess."""
-    return sum(map(sum, cpu_by_role(process_ids).values()))
+    return sum(cpu_by_role(process_ids).values())
 
 
 async def keep_busy(
@@ -217,9 +200,8 @@ async def keep_busy(
             request = Outgoing(next(numbers), now - recorder.begin, now, now + ANSWER_TIMEOUT_S, now)
             failure = await sender.ask(request)
             if failure is not None:
-                advice = f"; {in_flight} in flight may be too many (--in-flight), or --timeout-ms too short"
-                advice = advice if failure.kind in TIMEOUT_KINDS else ""
-                raise RequestFailedError(f"{pool.api}: {failure.kind}: {failure.message[:300]}{advice}")
+                why = f"{failure.kind}: {failure.message[:300]} ({in_flight} in flight)"
+                raise RequestFailedError(f"{pool.api}: {why}")
             recorder.add(request, None)
 
     try:
@@ -247,7 +229,7 @@ async def keep_busy(
     return Weighed(
         requests=rows.size,
         seconds=end - begin,
-        server_cpu={role: CpuTime(*np.subtract(used, cpu[role]).tolist()) for role, used in after.items()},
+        server_cpu_s={role: used_s - cpu[role] for role, used_s in after.items()},
         client_cpu_s=client_s,
         p50_ms=p50,
         p99_ms=p99,

@@ -96,16 +96,6 @@ def line(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def significant(value: float) -> str:
-    """Write at least three significant digits, and all of those before the point: 0.482, 12.3, 1,234."""
-    return f"{value:,.0f}" if value == 0 or abs(value) >= 99.95 else f"{value:#.3g}"
-
-
-def ratio_text(value: float) -> str:
-    """Write one thing to another: three significant digits, at least two decimals."""
-    return f"{value:.2f}" if value >= 0.995 else significant(value)
-
-
 class Percentiles(Frozen):
     """Of times, in milliseconds; None where nothing was recorded or, in `latency_of_due`, that request failed."""
 
@@ -152,19 +142,11 @@ class GeneratorProcess(Frozen):
 
 
 class Generator(Frozen):
-    """What the generator itself did; what is not of a process is of all together.
-
-    Attributes:
-        max_lag_p99_ms, max_cpu_share: beyond these the run is not valid.
-        max_in_flight: requests that could be out at a time.
-    """
+    """What the generator itself did, and beyond which lag at p99 of all processes together the run is not valid."""
 
     processes: tuple[GeneratorProcess, ...]
     lag_p99_ms: Amount | None
     max_lag_p99_ms: Amount
-    max_cpu_share: Amount
-    max_in_flight: Count
-    max_connections: Count
 
 
 class Measured(Frozen):
@@ -241,7 +223,6 @@ class SweepResult(Frozen):
         lowest_failed_rate: the lowest one above it that did not, in a valid run; None if none was found.
         limited_by: `server` when the rate is the server's; `generator` when a run above `highest_rate` was not valid,
             so that the server might do more; `max_rate` when the search was told to go no further.
-        tolerance: the two rates are at most this part of the lower one apart, when `limited_by` is `server`.
     """
 
     kind: Literal["sweep"] = "sweep"
@@ -251,7 +232,6 @@ class SweepResult(Frozen):
     highest_rate: Amount | None
     lowest_failed_rate: Amount | None
     limited_by: Literal["server", "generator", "max_rate"]
-    tolerance: Amount
 
 
 class Records(NamedTuple):
@@ -371,9 +351,6 @@ def make_result(
         ),
         lag_p99_ms=percentiles(rows["turn"] - rows["due"]).p99_ms,
         max_lag_p99_ms=max(MIN_MAX_LAG_MS, MAX_LAG_SHARE * (shared["latency"].p99_ms or 0.0)),
-        max_cpu_share=MAX_CPU_SHARE,
-        max_in_flight=load.max_in_flight,
-        max_connections=load.max_connections if load.scheme == "http" else load.grpc_channels,
     )
     reasons = invalid_because(generator, rows.size)
     offered = {"target", "ids", "candidates", "varied", "arrivals", "seed", "timeout_ms", "slo_ms"}

@@ -145,7 +145,6 @@ def sweep(measure: Callable[[float], LoadResult], slo_ms: float, *, first_rate: 
         highest_rate=last_rates.get("kept"),
         lowest_failed_rate=last_rates.get("failed"),
         limited_by=limited_by,
-        tolerance=TOLERANCE,
     )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
-import venv
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,7 +37,6 @@ from shard_node.bags import Float32Array
 
 FOLDER = Path(__file__).parent
 ENVIRONMENTS = Path.home() / ".cache/shardrank/peers"
-PIP_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +60,9 @@ class Peer:
         """Return the Python of its environment. Raises ConfigError: it is not installed."""
         python = environments / self.name / "bin" / "python"
         if not python.exists():
-            how = "run `shardrank loadtest peers --install` with the same --env-dir, or choose others by --peer"
-            raise ConfigError(f"{environments} has no environment for {self.name}; {how}")
+            made_by = f"python -m venv {environments / self.name} && {python} -m pip install -r {self.requirements}"
+            raise ConfigError(f"{environments} has no environment for {self.name}: `{made_by}`, or choose by --peer")
         return python
-
-    def install(self, environments: Path) -> None:
-        """Make its environment, or bring it to the pinned versions. Raises ConfigError."""
-        folder = environments / self.name
-        try:
-            if not (folder / "bin" / "python").exists():
-                venv.create(folder, with_pip=True)
-            pip = [str(self.python(environments)), "-m", "pip", "install", "--quiet", "-r", str(self.requirements)]
-            subprocess.run(pip, timeout=PIP_TIMEOUT_S, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise ConfigError(f"{folder}: {error}") from error
 
 
 PEERS = {
@@ -210,7 +196,6 @@ def start_servers(
 @bench_command
 @opts.option("--peer", "Repeatable; else all.", click.Choice(list(PEERS)), tuple(PEERS), name="names", multiple=True)
 @opts.option("--env-dir", "Has each environment.", opts.FOLDER, ENVIRONMENTS, name="environments")
-@opts.switch("--install", "Make the environments with pip, and measure nothing.")
 @opts.option("--seconds S", "Of each load, after a fifth of them as a warm-up.", click.FloatRange(0.1, 3600), 5.0)
 @opts.numbers("--hotness N,...", "Ids a bag.", 1, 1000, "1,20")
 @opts.count("--in-flight", "Requests that are always out while throughput is measured.", 1, 1024, 32)
@@ -224,7 +209,6 @@ def peers(
     bench: Bench,
     names: tuple[str, ...],
     environments: Path,
-    install: bool,
     seconds: float,
     hotness: tuple[int, ...],
     in_flight: int,
@@ -243,17 +227,11 @@ def peers(
     exit code is 1 if the client was the bottleneck, so that the numbers can't be believed.
 
     Examples:
-      shardrank loadtest peers --install --env-dir ~/peers
       shardrank loadtest peers --env-dir ~/peers --json peers.json
       shardrank loadtest peers --env-dir ~/peers --workload candidates --same
       shardrank loadtest peers --env-dir ~/peers --row-dtype fp32 --dtype float32
     """
     chosen = [PEERS[name] for name in dict.fromkeys(names)]
-    if install:
-        for peer in chosen:
-            bench.say(f"{peer.title}: installing {peer.requirements.name} into {environments / peer.name}")
-            peer.install(environments)
-        return
     shape = BenchShape.of(rows, row_dtype, varied=varied, side_split=side_split)
     workers = workers or len(os.sched_getaffinity(0))
     setup = {

@@ -2,7 +2,6 @@
 
 The formats are those of docs/api.md and docs/open-inference-protocol.md; `flat` and `tensors` are what other servers
 are sent (`loadtest.peers`), with the context's columns in each candidate's, or once a request.
-
 """
 
 from __future__ import annotations

@@ -126,14 +126,12 @@ class Zipf:
         drawn = np.empty(num_rows.size, np.int64)
         last = self._integral(num_rows.astype(np.float64) + 0.5)
         first = float(self._integral(np.array(1.5))) - 1.0
-        # A draw this close to its integer is accepted without evaluating h.
-        squeeze = 2.0 - float(self._inverse(self._integral(np.array(2.5)) - 2.0**-self.exponent))
         left = np.arange(num_rows.size)
         while left.size:
             area = last[left] + rng.random(left.size) * (first - last[left])
             x = self._inverse(area)
             k = np.clip(np.floor(x + 0.5), 1.0, num_rows[left])
-            accepted = (k - x <= squeeze) | (area >= self._integral(k + 0.5) - k**-self.exponent)
+            accepted = area >= self._integral(k + 0.5) - k**-self.exponent
             drawn[left[accepted]] = k[accepted].astype(np.int64) - 1
             left = left[~accepted]
         return drawn

@@ -77,8 +77,7 @@ class WithExamples(click.Command):
         if examples:
             more["epilog"] = f"\b\nExamples:\n{examples}"
         super().__init__(name, **more)
-        if not LOGGED.keys() & {param.name for param in self.params}:
-            self.params += _LOG_OPTIONS
+        self.params += _LOG_OPTIONS
 
     def log(self, ctx: click.Context) -> None:
         """Log as the options say that were read."""

@@ -31,8 +31,9 @@ _KUBERNETES = ("tcp://", "udp://", "sctp://")
 
 def configured(name: str, schema: type[Settings]) -> Callable[[Callable[..., Any]], click.Command]:
     """Declare a command whose function gets the `config` that its flags, its variables and its file make."""
+    named = [name for name in schema.names() if name not in LOGGED and not schema.is_file_only(name)]
     options = together(
-        settings_options(schema),
+        settings_options(schema, *named),
         option("--config", "Settings as TOML, by name; variables and flags override it.", FILE),
         switch("--print-config", "Print the settings as TOML, without passwords, and exit."),
     )
@@ -70,8 +71,6 @@ class ConfiguredCommand(WithExamples):
         """Leave `config` as the only parameter, or print it and exit. Raises UsageError, StoreError."""
         left = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
-            given = {name for name in LOGGED if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-            ctx.meta.update({name: ctx.params[name] for name in given})
             self.log(ctx)
             config = read_config(ctx, self.schema)
             ctx.meta.update({name: getattr(config, name) for name in LOGGED})
@@ -94,20 +93,14 @@ def read_config(ctx: click.Context, schema: type[Settings]) -> Settings:
     if file.get("log_format") == "json" and "log_format" not in ctx.meta:
         # Of what variables are warned of, too.
         start_logging("warning", "json")
-    sources = {
-        f"--config {path}: ": file,
-        _PREFIX: read_variables(schema, os.environ),
-        "before the command: ": {name: ctx.meta[name] for name in LOGGED if name in ctx.meta},
-        "": {name: ctx.params[name] for name in schema.names() if is_given(name) is ParameterSource.COMMANDLINE},
-    }
-    order = list(sources)
+    options = ctx.params.keys() & schema.model_fields
+    logged = {name: ctx.meta[name] for name in LOGGED if name in ctx.meta}
+    flags = {name: ctx.params[name] for name in options if is_given(name) is ParameterSource.COMMANDLINE}
+    sources = {f"--config {path}: ": file, _PREFIX: read_variables(schema, os.environ), "": logged | flags}
     origin = {name: source for source, values in sources.items() for name in values}
     merged: dict[str, Any] = {}
     for source, values in sources.items():
         for name, value in values.items():
-            nearer = [other for other in schema.overruled.get(name, ()) if other in origin]
-            if any(order.index(origin[other]) > order.index(origin[name]) for other in nearer):
-                continue
             try:
                 by_name = assignments(value) if plain_type(schema.model_fields[name]) is dict else None
             except ValueError as error:

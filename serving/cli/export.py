@@ -100,7 +100,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
     from router.plan_file import PlanFile
 
     levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
-    blocks, plan = dict(options["blocks"]), None
+    blocks, plan = options["blocks"], None
     pruned = Pruned.of(description, read_description(description), options["counts"], **levers, blocks=blocks)
     spec, counts = pruned.spec, pruned.counts
     if options["plan_file"] is not None:
@@ -123,13 +123,13 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
                 rows=made.rows,
                 dense=dense,
                 vocabularies={
-                    table: _read_vocabulary(spec, table, Path(file)) for table, file in options["vocabulary"]
+                    table: _read_vocabulary(spec, table, Path(file)) for table, file in options["vocabulary"].items()
                 },
                 # Of a table that is divided by quotient_remainder there may be counts of its parts alone.
                 access_counts={**{table: counts[table] for table in counts.keys() - seen}, **made.access_counts},
                 row_classes=made.row_classes,
                 golden=None if golden is None else GoldenRequests.from_tensors(load_numpy(golden)),
-                metadata=dict(options["metadata"]),
+                metadata=options["metadata"],
                 plan=None if plan is None else plan.to_json().encode(),
                 progress=bars,
                 version=version,
@@ -273,7 +273,7 @@ def _check_blocks(spec: ModelSpec, given: Collection[str], classes: Collection[s
 
 
 def _match(
-    path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: tuple[tuple[str, str], ...], program: Path | None
+    path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: Mapping[str, str], program: Path | None
 ) -> tuple[dict[str, RowSource], dict[str, Tensor] | Path]:
     """Return the tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
     from loader.checkpoints import match_checkpoint, open_checkpoint
@@ -284,11 +284,11 @@ def _match(
     if (program is None) == (spec.dense_model.kind == "exported"):
         raise ExportError("--program goes with a dense_model of kind exported, and only with it")
     tables = dict.fromkeys(table.name for table in (*spec.logical_tables, *spec.tables))
-    _check_tables("--table-key", tables, [table for table, _ in table_keys])
+    _check_tables("--table-key", tables, table_keys)
     opened = open_checkpoint(path)
     keys = opened.names()
     try:
-        rows, dense = match_checkpoint(opened, spec, dense_prefix, dict(table_keys))
+        rows, dense = match_checkpoint(opened, spec, dense_prefix, table_keys)
     except CheckpointError as error:
         if dense_prefix is None or any(key.startswith(dense_prefix) for key in keys):
             raise

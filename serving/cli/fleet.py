@@ -117,7 +117,7 @@ async def _run(config: FleetConfig) -> None:
     async with running_fleet(config, lambda name: announce(f"{name} is ready"), on_begin=_tell) as fleet:
         announce(f"logs: {fleet.supervisor.log_directory}")
         announce(f"registry: {fleet.registry.name}")
-        fleet.ports.announce(settings.scheme(config))
+        fleet.ports.announce(config.scheme)
         await asyncio.Event().wait()
 
 
@@ -157,10 +157,8 @@ def coordinator(config: CoordinatorSettings) -> None:
 
 @click.command(cls=WithExamples)
 @opts.fleet_options
-@opts.option("--host", "Address to listen on.", default="127.0.0.1")
 @opts.option("--port", "0 takes a free one.", opts.PORT, 8090)
-@opts.settings_options(TlsSettings)
-@opts.setting_option(FrontSettings, "tokens")
+@opts.settings_options(FrontSettings, "host", *TlsSettings.names(), "tokens")
 def dashboard(url: str, **options: Any) -> None:
     """Show a fleet on a page: versions, rollouts, nodes, latencies, and what changed last.
 
@@ -180,18 +178,18 @@ def dashboard(url: str, **options: Any) -> None:
     from shard_node.wire.tls import server_context
 
     settings.check_registry(url)
-    files = config_of(FrontSettings, {name: options[name] for name in (*TlsSettings.names(), "tokens")})
-    protection = Protection.of(files)
-    settings.warn_if_open(options["host"], protection)
+    config = config_of(FrontSettings, options)
+    protection = Protection.of(config)
+    settings.warn_if_open(config.host, protection)
     ssl = None if protection.tls is None else server_context(protection.tls, alpn=("http/1.1",))
     tokens = None if protection.tokens is None else Tokens(protection.tokens)
     page = partial(Board, partial(open_registry, url))
 
     async def program() -> None:
         # A service that serves nothing: it has the limits and metrics of the port.
-        admin = running_admin(RankingService(), options["host"], options["port"], tokens=tokens, ssl=ssl, page=page)
+        admin = running_admin(RankingService(), config.host, options["port"], tokens=tokens, ssl=ssl, page=page)
         async with admin as port:
-            announce(f"dashboard: {settings.scheme(files)}://{options['host']}:{port}/")
+            announce(f"dashboard: {config.scheme}://{config.host}:{port}/")
             await asyncio.Event().wait()
 
     run_until_signalled(program)
@@ -261,7 +259,7 @@ def serve(config: ServeConfig) -> None:
       shardrank serve --snapshot models/films/3 --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
     protection = Protection.of(config)
-    if config.probe_port is None:
+    if config.ready_file is None:
         # Of several workers the supervisor says it, once.
         settings.warn_if_open(config.host, protection)
     if config.workers > 1:

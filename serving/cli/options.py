@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from serving.cli.settings import config_of, registry_url
 from serving.config import StoreSettings
 from serving.settings import Settings, plain_type, seconds, store_or_path
+from serving.settings import assignments as read_assignments
 
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -134,9 +135,9 @@ def gigabytes(flag: str, text: str, default: float | None = None, *, above_zero:
     return option(f"{flag} GB", text, FiniteRange(0, min_open=above_zero), default)
 
 
-def choice(flag: str, values: Sequence[str], text: str, default: str | None = None) -> Option:
-    """Declare an option for one of a few words; the first is the default if no other is named."""
-    return option(flag, text, click.Choice(values), default or values[0])
+def choice(flag: str, values: Sequence[str], text: str) -> Option:
+    """Declare an option for one of a few words; the first is the default."""
+    return option(flag, text, click.Choice(values), values[0])
 
 
 def numbers(flag: str, text: str, low: int, high: int, default: str | None = None) -> Option:
@@ -155,19 +156,15 @@ def numbers(flag: str, text: str, low: int, high: int, default: str | None = Non
 
 
 def assignments(flag: str, text: str, kind: Callable[[str], Any] = str) -> Option:
-    """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets pairs, values as `kind` reads."""
-    metavar = flag.partition(" ")[2]
+    """Declare a repeatable option for `NAME=VALUE`, both not empty; the command gets a dict, values as `kind` reads."""
 
-    def assignment(given: str) -> tuple[str, Any]:
-        name, _, value = given.partition("=")
+    def read(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
         try:
-            if name and value:
-                return name, kind(value)
+            return {name: kind(value) for name, value in read_assignments(given).items()}
         except ValueError:
-            pass
-        raise click.BadParameter(f"{given!r} is not {metavar}.")
+            raise click.BadParameter(f"{' '.join(given)!r} is not {param.metavar}.") from None
 
-    return option(flag, f"{text} Repeatable.", assignment, multiple=True)
+    return option(flag, f"{text} Repeatable.", multiple=True, callback=read)
 
 
 def switch(flag: str, text: str, **more: Any) -> Option:
@@ -214,30 +211,27 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
     field, metavar = schema.model_fields[name], schema.metavar(name)
     kind, flag, text = plain_type(field), schema.flag(name), str(more.pop("help", schema.help(name)))
     bounds = {bound: getattr(rule, bound) for rule in field.metadata for bound in _BOUNDS if hasattr(rule, bound)}
-    default = None if field.is_required() else field.default
+    default = more.pop("default", None if field.is_required() else field.default)
+    value_type: Any = None
     if kind in (tuple, dict):
-        more, default, text = {"multiple": True, **more}, None, f"{text} Repeatable."
+        default, text, more["multiple"] = None, f"{text} Repeatable.", True
     elif kind is bool:
-        flag, more = f"{flag}/--no-{flag[2:]}" if default else flag, {"is_flag": True, **more}
+        flag, more["is_flag"] = f"{flag}/--no-{flag[2:]}" if default else flag, True
     elif get_origin(kind) is Literal:
-        more = {"type": click.Choice(get_args(kind)), **more}
+        value_type = click.Choice(get_args(kind))
     elif kind in (int, float) and metavar != "TIME":
-        range_, metavar = (click.IntRange, metavar or "N") if kind is int else (FiniteRange, metavar or "X")
-        low = bounds.get("gt", bounds.get("ge"))
-        more = {"type": range_(low, bounds.get("le"), min_open="gt" in bounds), **more}
+        number, metavar = (click.IntRange, metavar) if kind is int else (FiniteRange, metavar or "X")
+        value_type = number(bounds.get("gt", bounds.get("ge")), bounds.get("le"), min_open="gt" in bounds)
     elif kind is Path:
-        more = {"type": FOLDER if metavar == "FOLDER" else FILE, **more}
+        value_type = FOLDER if metavar == "FOLDER" else FILE
     else:
-        more = {"type": str, **more}
-    if default is not None:
-        more = {"default": default, "show_default": True, **more}
-    return click.option(flag, name, help=text, metavar=metavar or None, **more)
+        value_type = str
+    return option(f"{flag} {metavar}", text, value_type, default, name=name, **more)
 
 
-def settings_options(schema: type[Settings], *names: str, **more: Any) -> Option:
-    """Declare the options of settings, if none is named of all that flags set; `more` as of `setting_option`."""
-    named = names or [name for name in schema.names() if not schema.is_file_only(name)]
-    return together(*(setting_option(schema, name, **more) for name in named))
+def settings_options(schema: type[Settings], *names: str) -> Option:
+    """Declare the options of settings."""
+    return together(*(setting_option(schema, name) for name in names))
 
 
 _STORE = ("store", "store_cache", "store_cache_gb", "store_timeout_s")
@@ -261,11 +255,8 @@ def store_options(text: str, **more: Any) -> Option:
     return declare
 
 
-store_option = store_options(
-    "What holds <model>/<version>/ snapshots: a folder, or s3://, gs:// or az://BUCKET/PREFIX."
-)
 snapshot_options = together(
-    store_option,
+    store_options(StoreSettings.help("store")),
     option("--model NAME", "The model; without it, the store's only one."),
     count("--version", "The version; without it, the store's latest."),
     option("--snapshot", "The snapshot's own folder, in place of --store, --model and --version.", FOLDER),

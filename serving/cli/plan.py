@@ -143,7 +143,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     from router.planning.inputs import CapacityOptions, NetworkOptions
 
     spec, profile = planned_model(options)
-    profile = profile.with_hotness(spec, dict(options["hotness"]))
+    profile = profile.with_hotness(spec, options["hotness"])
     profile = replace(profile, **{name: options[name] for name in ("zipf", "head") if options[name] is not None})
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
     if options["shards"] > buckets and options["sharding"] != "table":

@@ -16,7 +16,7 @@ import click
 from serving.cli import GroupWithExamples, WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_time, print_document, print_json, progress_bars
-from serving.cli.settings import check_store, config_of, published_folder, registry_url, with_model, with_registry
+from serving.cli.settings import check_store, config_of, published_folder, registry_url, with_registry
 from serving.config import FrontSettings
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def publish(snapshot: str | Path, store: StorePlace | None, as_json: bool, **opt
         return done, None if retain is None else await publishing.retain(fleet, where, done.record.model, retain)
 
     with progress_bars() as bars:
-        published, retained = with_registry(registry_url(options["registry"], where), work)
+        published, retained = with_registry(registry_url(options["registry"], where), work, may_be_new=True)
     done = {"folder": published.where, "copied": published.copied, "is_new": published.is_new}
     report = published.report
     done |= {"golden_checked": report.golden_checked, "unchecked": None if report.golden_checked else report.checks[-1]}
@@ -125,7 +125,7 @@ def versions(model: str | None, url: str, as_json: bool) -> None:
             for record in sorted(published, key=lambda record: (record.model, record.version))
         ]
 
-    found = with_model(url, model, work)
+    found = with_registry(url, work, model)
     if as_json or found:
         (print_json if as_json else print_document)({"versions": found})
     else:
@@ -181,8 +181,7 @@ def rollout() -> None:
 )
 @opts.follow_option
 @opts.fleet_options
-@click.pass_context
-def start(ctx: click.Context, /, model: str, version: int, follow: bool, url: str, **options: Any) -> None:
+def start(model: str, version: int, follow: bool, url: str, **options: Any) -> None:
     """Roll out a published version.
 
     It is staged beside the live one on all nodes, checked, warmed and compared with its golden scores before a single
@@ -197,26 +196,22 @@ def start(ctx: click.Context, /, model: str, version: int, follow: bool, url: st
     from loader.rollout.guards import GuardLimits
     from loader.rollout.requests import start_rollout
 
-    limits = config_of(GuardLimits, {}, "--guard: ", **dict(options["guard"]))
+    limits = config_of(GuardLimits, {}, "--guard: ", **options["guard"])
     canary, bake, bake_timeout_s = options["canary"], options["bake"], options["bake_timeout"]
     bake_s = bake if bake is not None else DEFAULT_CANARY_BAKE_S if canary is not None else 0.0
     if bake_timeout_s is not None and not bake_s:
         raise click.UsageError("--bake-timeout needs --bake or --canary.")
     baking = {"canary_share": canary, "bake_s": bake_s, "bake_timeout_s": bake_timeout_s, "guards": limits}
 
-    async def work(fleet: FleetRegistry) -> Rollout:
+    async def begin(fleet: FleetRegistry) -> Rollout:
         started = await start_rollout(
             fleet, model, version, strategy=options["strategy"], rollout_id=secrets.token_hex(16), **baking
         )
         replaced = "the first one" if started.from_version is None else f"in place of {started.from_version}"
         click.echo(f"{model}: rolling out version {version}, {replaced}")
-        return await follow_rollout(fleet, started) if follow else started
+        return started
 
-    ended = with_model(url, model, work)
-    if not follow:
-        click.echo(f"see: shardrank rollout status {model}")
-    elif ended.state != "done":
-        ctx.exit(1)
+    _begin(url, model, begin, follow=follow)
 
 
 @rollout.command()
@@ -238,7 +233,7 @@ def status(model: str | None, url: str, as_json: bool) -> None:
     async def work(fleet: FleetRegistry) -> tuple[FleetState, dict[str, str]]:
         return await read_fleet(fleet), await fleet.strangers()
 
-    fleet, strangers = with_model(url, model, work)
+    fleet, strangers = with_registry(url, work, model)
     models = sorted(fleet.rollouts.keys() | fleet.wanted.keys()) if model is None else [model]
     statuses = [fleet.status(name) for name in models]
     for node_id, problem in strangers.items():
@@ -267,7 +262,7 @@ def abort(model: str, reason: str, url: str) -> None:
     """
     from loader.rollout.requests import abort_rollout
 
-    ended = with_model(url, model, lambda fleet: abort_rollout(fleet, model, reason))
+    ended = with_registry(url, lambda fleet: abort_rollout(fleet, model, reason), model)
     click.echo(f"{model}: version {ended.to_version} is being taken back; see: shardrank rollout status {model}")
 
 
@@ -286,7 +281,7 @@ def reshard_command(shards: int, url: str) -> None:
     """
     from loader.rollout.requests import reshard
 
-    with_model(url, None, lambda fleet: reshard(fleet, shards))
+    with_registry(url, lambda fleet: reshard(fleet, shards))
     click.echo(f"the next versions are divided over {shards} shards")
 
 
@@ -294,8 +289,7 @@ def reshard_command(shards: int, url: str) -> None:
 @click.argument("model")
 @opts.follow_option
 @opts.fleet_options
-@click.pass_context
-def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
+def rollback(model: str, follow: bool, url: str) -> None:
     """Return to the version that was live before the last rollout.
 
     While a rollout runs, this is `shardrank rollout abort`. After one, the earlier version is rolled out again: staged,
@@ -308,19 +302,28 @@ def rollback(ctx: click.Context, model: str, follow: bool, url: str) -> None:
     """
     from loader.rollout.requests import roll_back
 
-    async def work(fleet: FleetRegistry) -> bool:
+    async def begin(fleet: FleetRegistry) -> Rollout:
         begun = await roll_back(fleet, model, clock=time.time, rollout_id=secrets.token_hex(16))
         back = begun.to_version if begun.state == "running" else begun.from_version
         click.echo(f"{model}: going back to {'no version' if back is None else f'version {back}'}")
+        return begun
+
+    _begin(url, model, begin, follow=follow)
+
+
+def _begin(url: str, model: str, begin: Callable[[FleetRegistry], Awaitable[Rollout]], *, follow: bool) -> None:
+    """Begin a rollout, or undo it; exit with code 1 if it is followed and does not end as it shall."""
+
+    async def work(fleet: FleetRegistry) -> bool:
+        begun = await begin(fleet)
         if not follow:
             click.echo(f"see: shardrank rollout status {model}")
             return True
-        # One that was running is back once it is aborted; a rollout of the earlier version must come to its end.
-        wished = "done" if begun.state == "running" else "aborted"
-        return (await follow_rollout(fleet, begun)).state == wished
+        # One that was running is back once it is aborted; a new one must come to its end.
+        return (await follow_rollout(fleet, begun)).state == ("done" if begun.state == "running" else "aborted")
 
-    if not with_model(url, model, work):
-        ctx.exit(1)
+    if not with_registry(url, work, model):
+        click.get_current_context().exit(1)
 
 
 async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = asyncio.sleep) -> Rollout:
@@ -332,14 +335,7 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
     from loader.rollout.plan import read_rollout
     from loader.rollout.requests import read_fleet
 
-    told, last, moved = set(begun.events), "", time.monotonic()
-
-    def tell(line: str) -> None:
-        nonlocal last, moved
-        if line != last:
-            last, moved = line, time.monotonic()
-            click.echo(line)
-
+    told, moved, waiting = set(begun.events), time.monotonic(), ""
     while True:
         try:
             if (record := await read_rollout(fleet, begun.model)) is not None:
@@ -348,8 +344,8 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                     raise RolloutError(f"{begun.model}: another rollout followed before the end of this one was seen")
                 for event in now.events:
                     if event not in told:
-                        told.add(event)
-                        tell(f"{datetime.fromtimestamp(event.at, tz=UTC):%H:%M:%S} {event.step}: {event.text}")
+                        told, moved, waiting = told | {event}, time.monotonic(), ""
+                        click.echo(f"{datetime.fromtimestamp(event.at, tz=UTC):%H:%M:%S} {event.step}: {event.text}")
                 if not now.active:
                     _tell_end(now, await fleet.wanted_model(now.model))
                     return now
@@ -357,7 +353,9 @@ async def follow_rollout(fleet: FleetRegistry, begun: Rollout, sleep: Sleep = as
                     moved, state = time.monotonic(), await read_fleet(fleet)
                     _print_waiting(state.status(begun.model), has_coordinator=state.coordinator is not None)
         except RegistryUnavailableError as error:
-            tell(f"waiting: {error}")
+            if (problem := str(error)) != waiting:
+                waiting = problem
+                click.echo(f"waiting: {problem}")
         await sleep(POLL_S)
 
 

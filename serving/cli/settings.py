@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from serving.config import DivisionSettings, MemberSettings, ServeConfig, ShardNodeConfig
     from serving.rank.service import RankingService
     from shard_node.agent.node_agent import NodeConfig
-    from shard_node.buckets import NodeIdentity, Partition
+    from shard_node.buckets import Partition
     from shard_node.cuda.card_set import CardSet
     from shard_node.tracing import TraceConfig
     from shard_node.wire.tls import TlsClientConfig, TlsConfig
@@ -221,26 +221,24 @@ async def opened_registry(url: str) -> AsyncIterator[FleetRegistry]:
         await registry.close()
 
 
-def with_registry(url: str, work: Callable[[FleetRegistry], Awaitable[Result]]) -> Result:
-    """Run what talks to a registry, in an event loop of its own, until it is done. Raises RegistryError."""
+def with_registry(
+    url: str, work: Callable[[FleetRegistry], Awaitable[Result]], model: str | None = None, *, may_be_new: bool = False
+) -> Result:
+    """Run what talks to a registry, in an event loop of its own, until it is done.
+
+    Raises ConfigError for a registry that is not there, unless it may be new, or a model that it does not have;
+    RegistryError.
+    """
 
     async def program() -> Result:
         async with opened_registry(url) as fleet:
+            if model is not None:
+                await check_model(fleet, model)
             return await work(fleet)
 
+    if not may_be_new:
+        check_registry(url)
     return asyncio.run(program())
-
-
-def with_model(url: str, model: str | None, work: Callable[[FleetRegistry], Awaitable[Result]]) -> Result:
-    """Run `work` as `with_registry` does. Raises ConfigError for a registry, or a model in it, that is not there."""
-    check_registry(url)
-
-    async def checked(fleet: FleetRegistry) -> Result:
-        if model is not None:
-            await check_model(fleet, model)
-        return await work(fleet)
-
-    return with_registry(url, checked)
 
 
 async def check_model(fleet: FleetRegistry, model: str) -> None:
@@ -311,11 +309,6 @@ def trace_config(config: TraceSettings, service_name: str) -> TraceConfig | None
     return traces
 
 
-def scheme(config: TlsSettings) -> str:
-    """Return that of the URLs at which a server answers."""
-    return "http" if config.tls_cert is None else "https"
-
-
 @dataclass(frozen=True, slots=True)
 class Protection:
     """TLS with clients, TLS with shard nodes at TCP addresses, and the file of those who are let in; None for none."""
@@ -333,7 +326,8 @@ class Protection:
         from shard_node.wire.tls import TlsClientConfig, TlsConfig, client_context, server_context
 
         cert, key, client_ca = config.tls_cert, config.tls_key, config.tls_client_ca
-        roles, prefix = {"role_uris": getattr(config, "tls_role", None)}, "tls_role: "
+        uris = tuple(text.partition("=")[::2] for text in getattr(config, "tls_role", ()))
+        roles, prefix = {"role_uris": uris}, "tls_role: ROLE=URI: "
         tls = node_tls = None
         if cert is not None:
             tls = config_of(TlsConfig, roles, prefix, cert=cert, key=key, client_ca=client_ca)
@@ -387,13 +381,6 @@ def partition_of(
     """Return which rows of a version are a shard's, and the digest of the plan that says so. Raises as `plan_of`."""
     plan = plan_of(config, file, num_shards, snapshot)
     return plan.partition(index), plan.digest
-
-
-def node_identity(config: DivisionSettings, index: int, num_shards: int) -> NodeIdentity:
-    """Return which shard of how many a process holds."""
-    from shard_node.buckets import NodeIdentity
-
-    return config_of(NodeIdentity, config, shard_index=index, num_shards=num_shards, num_cards=config.cards)
 
 
 def node_config(config: ServeConfig | ShardNodeConfig, node_id: str, address: str = "", **more: Any) -> NodeConfig:

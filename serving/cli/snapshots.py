@@ -38,6 +38,7 @@ MAX_DESCRIPTION_BYTES = 16 << 20
     "--table NAME=JSON",
     "What a table's description has instead: `num_embeddings`, `id_mapping`, `blocks`, `dtype`, `project_to`, ... "
     "A new name takes the `feature_names` that it is given from other tables.",
+    json.loads,
 )
 @opts.switch("--prune", "Drop rows that training never looked up; their ids get one row together.")
 @opts.option("--keep-share X", "With --prune, keep the hottest rows that have this share of the lookups.", opts.PART)
@@ -60,8 +61,7 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     if not is_pruned and keep_share is not None:
         raise click.UsageError("--keep-share: only with --prune")
     pruning = config_of(Pruning, {"keep_share": keep_share}) if is_pruned else None
-    tables = {name: _json_object(f"--table {name}", text) for name, text in options.pop("table")}
-    films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=tables)
+    films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=options.pop("table"))
     interactions = read_interactions(movielens, ratings, seed)
     with progress_bars() as bars:
         version = train_version(
@@ -72,30 +72,16 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     click.echo(f"wrote {version.folder}")
 
 
-def _json_object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise click.UsageError(f"{flag}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise click.UsageError(f"{flag}: {text!r:.80} is not a JSON object")
-    return found
-
-
 def read_description(path: Path) -> ModelDescription:
     """Return the model that a JSON file describes. Raises ExportError naming each field that is wrong."""
-    from pydantic import ValidationError
-
     from loader.description import ModelDescription
     from loader.errors import ExportError
-    from loader.snapshot.tables import schema_errors
+    from loader.snapshot.tables import refused_as
 
     if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
         raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
-    try:
+    with refused_as(ExportError, f"{path}: ", ModelDescription):
         return ModelDescription.model_validate_json(path.read_bytes(), strict=True)
-    except ValidationError as error:
-        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelDescription])))}") from error
 
 
 def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | None = None) -> ModelSpec:
@@ -104,18 +90,14 @@ def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | 
     Raises:
         ExportError: its parts do not fit each other, or no dense model of its kind is made from these.
     """
-    from pydantic import ValidationError
-
     from loader.errors import ExportError
     from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
-    from loader.snapshot.tables import schema_errors
+    from loader.snapshot.tables import refused_as
     from serving.models.exported import check_bindings
     from serving.models.ranking_models import parse_dense_model
 
-    try:
+    with refused_as(ExportError, f"{path}: ", ModelSpec):
         spec = described.compiled(kept)
-    except ValidationError as error:
-        raise ExportError(f"{path}: {'; '.join(map(str, schema_errors(error, [ModelSpec])))}") from error
     if isinstance(spec.dense_model, ExportedModelSpec):
         check_bindings(spec)
     else:

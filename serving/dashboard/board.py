@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Set
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from loader.errors import ConfigError, RegistryError, RolloutError
 from loader.registry.fleet import (
@@ -64,13 +65,7 @@ UNWATCHED_S = 2.5
 READ_TIMEOUT_S = 4.0
 _encode = msgspec.json.Encoder().encode
 MAX_ROLLBACK_BYTES = 4096
-_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/plot.js": ("plot.js", "text/javascript; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
+_FILES = {"/": "index.html"} | {f"/{name}": name for name in ("page.js", "plot.js", "page.css", "icon.svg")}
 HEADERS = {
     # Nothing from elsewhere, nothing inline, and in nobody's frame.
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -203,7 +198,7 @@ class _View:
     """A state as the page shows it, with what nodes report of each version and how many processes answer with it."""
 
     def __init__(self, state: FleetState, history: History) -> None:
-        self.state, self.history, self.last_deltas = state, history, state.last_deltas()
+        self.state, self.history = state, history
         self.reports: defaultdict[_Version, list[tuple[NodeRecord, VersionReport]]] = defaultdict(list)
         self.answering: Counter[_Version] = Counter()
         for node in state.nodes:
@@ -222,7 +217,9 @@ class _View:
     def report(self, report: VersionReport) -> Document:
         # Only who holds rows applies deltas.
         has_rows = bool(report.plan_digest or report.memory_tiers)
-        last_delta = self.last_deltas.get((report.model, report.version)) if has_rows else None
+        desired = self.state.wanted.get(report.model)
+        follows = has_rows and desired is not None and report.version in desired.follow
+        last_delta = self.state.last_delta(report.model, report.version) if follows else None
         return report.model_dump(include=_REPORTED) | {
             "reason": "; ".join(filter(None, (report.reason, report.dense_refused)))[:MAX_TEXT],
             "delta_sequence": report.delta_sequence if has_rows else None,
@@ -342,12 +339,6 @@ class Board:
         self._wake.set()
         return document
 
-    async def roll_back(self, model: str, seen: SeenRollout) -> Rollout:
-        """Do as `shardrank rollback`, if nothing that was seen has changed. Raises RolloutError, RegistryError."""
-        if self.fixed:
-            raise RolloutError(f"{model}: {self.fixed}")
-        return await roll_back(self.fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), seen=seen)
-
     async def run(self) -> None:
         """Read until cancelled."""
         while True:
@@ -411,11 +402,8 @@ async def run_board(open_board: Callable[[], Board]) -> AsyncIterator[Board]:
         await board.fleet.registry.close()
 
 
-class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
+class _Rollback(SeenRollout, frozen=True, forbid_unknown_fields=True):
     model: str
-    rollout_id: str
-    is_active: bool
-    live: int | None
 
 
 async def check_host(request: Request) -> None:
@@ -441,13 +429,8 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
     def check(request: Request) -> str:
         return "" if tokens is None else tokens.check(request.headers.get("authorization"), "admin")
 
-    def file(name: str, content_type: str) -> Callable[[], Any]:
-        content = (folder / name).read_bytes()
-
-        async def answer() -> Response:
-            return Response(content, media_type=content_type, headers=HEADERS)
-
-        return answer
+    def file(name: str) -> Response:
+        return FileResponse(folder / name, headers=HEADERS)
 
     async def access() -> Response:
         document = {"needs_token": tokens is not None, "fixed": board.fixed or ("" if tokens else _NO_TOKENS)}
@@ -464,14 +447,15 @@ def add_page(app: FastAPI, board: Board, tokens: Tokens | None) -> None:
         who = check(request)
         limit, form = ("MAX_ROLLBACK_BYTES", MAX_ROLLBACK_BYTES), "name model, rollout_id, is_active and live"
         body = await read_json(request.receive, *limit, _Rollback, form)
-        seen = SeenRollout(body.rollout_id, body.is_active, body.live)
-        begun = await board.roll_back(body.model, seen)
+        if board.fixed:
+            raise RolloutError(f"{body.model}: {board.fixed}")
+        begun = await roll_back(board.fleet, body.model, rollout_id=secrets.token_hex(16), seen=body)
         to = begun.to_version if begun.state == "running" else begun.from_version
         logger.warning("token %r rolls %s back to version %s", who, body.model, to)
         return JSONResponse({"model": body.model, "to": to}, headers=HEADERS)
 
-    for path, (name, content_type) in _FILES.items():
-        app.add_api_route(path, file(name, content_type), methods=["GET"], include_in_schema=False)
+    for path, name in _FILES.items():
+        app.add_api_route(path, partial(file, name), methods=["GET"], include_in_schema=False)
     app.add_api_route("/status/access", access, methods=["GET"], include_in_schema=False)
     app.add_api_route("/status", status, methods=["GET"], include_in_schema=False)
     app.add_api_route("/status/rollback", rollback, methods=["POST"], include_in_schema=False)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self, TypeVar
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from loader.rollout import CoordinatorConfig
+from serving.cli.settings import registry_url
 from serving.config import (
-    BY_SNAPSHOT,
     DivisionSettings,
     FrontSettings,
     LogSettings,
@@ -22,6 +20,8 @@ from serving.config import (
     TraceSettings,
 )
 from serving.settings import Settings, seconds, setting
+
+Child = TypeVar("Child", bound=Settings)
 
 
 class CoordinatorSettings(CoordinatorConfig, LogSettings, StoreSettings):
@@ -48,17 +48,8 @@ class SupervisionConfig(Settings):
     healthy_after_s: float = Field(default=30.0, gt=0)
 
 
-_SET_BY_FLEET: Final = {
-    "serve": {"registry", "node_id", "workers"},
-    "shard_node": {"registry", "node_id", "shard", "listen"},
-    "coordinator": {"registry", "owner"},
-}
-
-
 class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
     """What `shardrank up` runs by: a coordinator, shard nodes and serving processes over one store."""
-
-    overruled: ClassVar = BY_SNAPSHOT
 
     models: tuple[str, ...] = setting((), "--model NAME", max_length=256)
     """What to serve; default: all of the store, and what is rolled out later."""
@@ -88,37 +79,21 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
     environment: dict[str, str] = Field(default_factory=dict, exclude=True)
 
     @model_validator(mode="after")
-    def _check_fleet(self, info: ValidationInfo) -> Self:
+    def _check_fleet(self) -> Self:
         if len(set(self.models)) != len(self.models):
             raise ValueError(f"models has duplicates: {list(self.models)}")
         if self.models and (unknown := sorted(self.versions.keys() - set(self.models))):
             raise ValueError(f"versions of models that are not served: {unknown}")
-        for section, names in _SET_BY_FLEET.items():
-            if kept := sorted(names & getattr(self, section).keys()):
-                raise ValueError(f"{section}.{kept[0]}: the fleet sets it for each process.")
-        if self.registry is None and not isinstance(self.store_place, Path | None):
-            raise ValueError(f"--registry URL is needed: no registry lies in a store at a URL, {self.store}.")
-        children: dict[str, Callable[[], Settings]] = {
-            "serve": partial(self.serve_config, "serve-0"),
-            "shard_node": partial(self.shard_node_config, next(iter(self.shard_nodes)), "unix:/socket"),
-            "coordinator": partial(self.coordinator_config, "coordinator"),
-        }
-        for name in [name for name in children if self.store is not None and getattr(self, name)]:
-            try:
-                children[name]()
-            except ValidationError as error:
-                item = error.errors(include_url=False)[0]
-                raise ValueError(f"{'.'.join(map(str, (name, *item['loc'])))}: {item['msg']}") from error
+        if self.store is not None:
+            self.serve_config("serve-0")
+            self.shard_node_config(next(iter(self.shard_nodes)), "unix:/socket")
+            self.coordinator_config("coordinator")
         return self
 
     @property
     def registry_url(self) -> str:
-        """The registry that was named, or that of the store."""
-        if self.registry is not None:
-            return self.registry
-        from loader.registry import registry_in
-
-        return registry_in(Path(str(self.store)))
+        """The registry that was named, or that of the store. Raises click.UsageError."""
+        return registry_url(self.registry, self.store_place)
 
     @property
     def shard_nodes(self) -> dict[str, int]:
@@ -133,29 +108,34 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
 
     def coordinator_config(self, owner: str) -> CoordinatorSettings:
         """Return the settings of a coordinator: one that comes after another is the same owner."""
-        values = {"registry": self.registry_url, "owner": owner, **self._of(LogSettings), **self.coordinator}
-        return CoordinatorSettings.model_validate(values, context={"given": {*self.coordinator}})
+        return self._child(CoordinatorSettings, "coordinator", {"owner": owner}, LogSettings)
 
     def shard_node_config(self, name: str, listen: str) -> ShardNodeConfig:
         """Return the settings of one of `shard_nodes`."""
-        shard = self.shard_nodes[name], self.shards
-        values = self._values_of(RowSettings, DivisionSettings, LogSettings, TraceSettings)
-        values |= {"node_id": name, "shard": shard, "listen": (listen,), **self.shard_node}
-        return ShardNodeConfig.model_validate(values, context={"given": {*self.shard_node}})
+        values = {"node_id": name, "shard": (self.shard_nodes[name], self.shards), "listen": (listen,)}
+        shared = StoreSettings, RowSettings, DivisionSettings, LogSettings, TraceSettings
+        return self._child(ShardNodeConfig, "shard_node", values, *shared)
 
     def serve_config(self, name: str) -> ServeConfig:
         """Return the settings of one of `worker_names`."""
-        values = self._values_of(FrontSettings) | self.of_worker(self.worker_names.index(name))
-        values |= {"plan_file": self.plan_file, "node_id": name}
-        return ServeConfig.model_validate(values | self.serve, context={"given": {*self.serve}})
+        values = {"node_id": name, "plan_file": self.plan_file, **self.of_worker(self.worker_names.index(name))}
+        return self._child(ServeConfig, "serve", values, StoreSettings, FrontSettings)
 
-    def _values_of(self, *schemas: type[Settings]) -> dict[str, Any]:
-        """Return what a child has of these settings, and of what it serves."""
-        served = {"registry": self.registry_url, "models": self.models, "verify": self.verify}
-        return self._of(StoreSettings, *schemas) | served
+    def _child(self, schema: type[Child], section: str, values: dict[str, Any], *shared: type[Settings]) -> Child:
+        """Return the settings of a process: these values, those of its section, and what it shares with the fleet.
 
-    def _of(self, *schemas: type[Settings]) -> dict[str, Any]:
-        return {name: getattr(self, name) for schema in schemas for name in schema.names()}
+        Raises ValueError for a section that does not fit.
+        """
+        values["registry"], given = self.registry_url, getattr(self, section)
+        if fixed := sorted(values.keys() & given.keys()):
+            raise ValueError(f"{section}.{fixed[0]}: the fleet sets it for each process.")
+        names = {"models", "verify"}.union(*(part.names() for part in shared))
+        of_fleet = {name: getattr(self, name) for name in names & schema.model_fields.keys()}
+        try:
+            return schema.model_validate(of_fleet | given | values, context={"given": {*given}})
+        except ValidationError as error:
+            item = error.errors(include_url=False)[0]
+            raise ValueError(f"{'.'.join(map(str, (section, *item['loc'])))}: {item['msg']}") from error
 
 
 PROCESSES: Final[tuple[type[Settings], ...]] = (ServeConfig, ShardNodeConfig, CoordinatorSettings, FleetConfig)

@@ -31,9 +31,8 @@ from loader.snapshot.publishing import fall_back, newest, register
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from loader.stores import open_store
-from router.errors import PlanError
 from router.plan import Plan
-from router.plan_file import PlanFile
+from serving.cli import settings
 from serving.errors import FleetError
 from serving.fleet.config import FleetConfig
 from serving.fleet.supervisor import (
@@ -45,7 +44,7 @@ from serving.fleet.supervisor import (
     supervised,
 )
 from serving.fleet.workers import Listening, reserved_ports, worker_specs
-from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
+from shard_node.wire.address import Address
 
 logger = logging.getLogger(__name__)
 
@@ -123,15 +122,12 @@ def _planned(
     store: Store, config: FleetConfig, models: Sequence[str], model: str, version: int | None
 ) -> tuple[Snapshot, Plan]:
     """Read what divides a version, None for the newest that can be read; children fetch and check what they load."""
-    file = None if config.plan_file is None else PlanFile.read(config.plan_file)
-    if file is not None and file.model not in models:
-        raise PlanError(f"{config.plan_file}: model is {file.model!r}, allowed here are {list(models)}")
-    division = config.shards, config.sharding, config.cards, config.replicate_bytes
+    file = settings.read_plan(config, models)
     readable = newest(config.named_store, model) if version is None else None
     version = version if readable is None else readable.version
     with store.hold(model, version, with_rows=False, verify=False) as held:
         snapshot = Snapshot.open(held.path, verify=False, rows_here=isinstance(config.named_store, Path))
-        return snapshot, Plan.of_snapshot(snapshot, *division, file)
+        return snapshot, settings.plan_of(config, file, config.shards, snapshot)
 
 
 async def _choose(
@@ -275,11 +271,12 @@ async def running_fleet(
     caller may hold the ports already.
 
     Raises:
-        FleetError: a child does not come up, a port is taken, a socket path too long, or another fleet in the way.
+        FleetError: a child does not come up, a port is taken, or another fleet in the way.
+        ConfigError: a socket's path is too long.
         ShardrankError: as `begin`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        ports = reserved or stack.enter_context(reserved_ports(config, config.workers))
+        ports = reserved or stack.enter_context(reserved_ports(config))
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)
@@ -298,26 +295,15 @@ async def running_fleet(
 
 
 def _node_specs(config: FleetConfig, fleet: FleetRegistry, run_directory: Path, give_way: GiveWay) -> list[ChildSpec]:
-    """Make the coordinator and the shard nodes. Raises FleetError if a socket's path is too long."""
+    """Make the coordinator and the shard nodes. Raises ConfigError if a socket's path is too long."""
     # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
     owner = config.coordinator_config(f"{COORDINATOR}-{run_directory.name}")
     command = configured_command("coordinator", owner, run_directory / f"{COORDINATOR}.toml")
     specs = [ChildSpec(COORDINATOR, command, partial(ask_coordinator, fleet), config.environment)]
     for name in config.shard_nodes:
-        listen = Address(path=socket_path(run_directory, f"{name}.sock"))
-        node = config.shard_node_config(name, str(listen))
+        listen = str(Address.parse(f"unix:{run_directory / name}.sock"))
+        node = config.shard_node_config(name, listen)
         command = configured_command("shard-node", node, run_directory / f"{name}.toml")
         probe = partial(ask_node, fleet, name, config.models, give_way=give_way)
         specs.append(ChildSpec(name, command, probe, config.environment))
     return specs
-
-
-def socket_path(directory: Path, name: str) -> str:
-    """Return the path of a Unix socket. Raises FleetError if it is longer than the kernel takes."""
-    path = str(directory / name)
-    if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
-        raise FleetError(
-            f"socket path {path!r} has {size} bytes, at most {MAX_UNIX_PATH_BYTES} are possible; "
-            "set TMPDIR to a shorter folder"
-        )
-    return path

@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from loader.errors import RegistryError
+from loader.progress import all_or_first_error
 from serving.errors import FleetError
 from serving.fleet.config import KNOWN_VARIABLES, SupervisionConfig
 from serving.fleet.fork_server import FORK_SERVER_VARIABLE, ForkedProcess, running_fork_server
@@ -95,16 +97,14 @@ class Child:
         environment = {**inherited, **self.spec.environment, PARENT_PID_VARIABLE: str(os.getpid())}
         # Its supervisor says when all are ready.
         environment.pop("NOTIFY_SOCKET", None)
-        with contextlib.ExitStack() as opened:
-            # A pipe in place of the file would make a stalled supervisor stall its children.
-            log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            opened.callback(os.close, log)
-            self._log_begins = os.fstat(log).st_size
-            nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            opened.callback(os.close, nothing)
+        # A pipe in place of the file would make a stalled supervisor stall its children.
+        opener = partial(os.open, mode=0o600)
+        with open(self.log_path, "ab", opener=opener) as log, open(os.devnull) as nothing:  # noqa: ASYNC230
+            self._log_begins = log.tell()
             process: asyncio.subprocess.Process | ForkedProcess | None = None
             if self.fork_server is not None:
-                process = await ForkedProcess.start(self.fork_server, command, (nothing, log, log), environment)
+                files = (nothing.fileno(), log.fileno(), log.fileno())
+                process = await ForkedProcess.start(self.fork_server, command, files, environment)
             if process is None:
                 process = await asyncio.create_subprocess_exec(
                     *command, stdin=nothing, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -207,17 +207,15 @@ class Supervisor:
             await self._until_ready(child)
             on_ready(child.spec.name)
 
-        starts = [asyncio.create_task(start_one(child)) for child in group]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            # After a failure the others are not waited for; `stop` ends their processes.
-            await _cancelled(starts)
+        # After a failure the others are not waited for; `stop` ends their processes.
+        await all_or_first_error(map(start_one, group))
         self._watchers.extend(asyncio.create_task(self._watch(child)) for child in group)
 
     async def stop(self) -> None:
         """Stop all children, the last group first. Never raises for a child that will not end: it is killed."""
-        await _cancelled(self._watchers)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
         for group in reversed(self._groups):
             await asyncio.gather(*(child.stop(self._config.stop_grace_s) for child in group))
 
@@ -285,12 +283,6 @@ class Supervisor:
                 child.kill()
             else:
                 logger.info("%s serves again (restart %d)", child.spec.name, child.restarts)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import httpx
 from prometheus_client.multiprocess import mark_process_dead
 
 from loader.registry import open_registry
@@ -34,7 +33,8 @@ from serving.fleet.supervisor import ChildSpec, NotYetError, Probe, configured_c
 from serving.observe.logs import announce
 from shard_node.agent.agent import AgentConfig
 
-LOOPBACK = "127.0.0.1"
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+"""By hosts that stand for every interface, where they answer on this machine."""
 
 
 @contextlib.contextmanager
@@ -63,22 +63,17 @@ def shared_port(host: str, port: int) -> Iterator[int]:
 
 def connectable_host(host: str) -> str:
     """Return the address at which a server that is bound to `host` answers on this machine."""
-    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
+    return LOOPBACKS.get(host, host)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Listening:
-    """Where it listens, with real ports. `admin_port`: None for no such port.
-
-    Of workers, which share these, `probes` has a private port on loopback for each: at a shared port, whichever worker
-    the kernel picks would answer the question whether this one is ready.
-    """
+    """Where it listens, with real ports. `admin_port`: None for no such port."""
 
     host: str
     http_port: int
     grpc_port: int
     admin_port: int | None = None
-    probes: tuple[int, ...] = ()
 
     def announce(self, scheme: str) -> None:
         """Print where the APIs, the metrics and the status page are."""
@@ -92,8 +87,8 @@ class Listening:
 
 
 @contextlib.contextmanager
-def reserved_ports(config: FrontSettings, workers: int) -> Iterator[Listening]:
-    """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
+def reserved_ports(config: FrontSettings) -> Iterator[Listening]:
+    """Hold the ports while the block runs. Raises FleetError if one is taken."""
     with contextlib.ExitStack() as held:
         http, grpc = (
             held.enter_context(shared_port(config.host, port)) for port in (config.http_port, config.grpc_port)
@@ -101,8 +96,7 @@ def reserved_ports(config: FrontSettings, workers: int) -> Iterator[Listening]:
         admin = config.admin_port
         if admin is not None:
             admin = held.enter_context(shared_port(config.host, admin))
-        probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
-        yield Listening(config.host, http, grpc, admin, probes)
+        yield Listening(config.host, http, grpc, admin)
 
 
 def worker_specs(
@@ -112,12 +106,12 @@ def worker_specs(
     environment: Mapping[str, str],
     probes: Sequence[Probe] = (),
 ) -> list[ChildSpec]:
-    """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
+    """Make one child for each of `configs`; what several workers count is added up by files in `run_directory`.
 
     `configs` has each worker's settings but its ports, `probes` what else each must report, if anything.
     """
-    on_exit, places = None, [dict[str, str]() for _ in ports.probes]
-    if len(ports.probes) > 1:
+    on_exit, places = None, [dict[str, str]() for _ in configs]
+    if len(configs) > 1:
         metrics = run_directory / "metrics"
         places = [{WORKER_VARIABLE: f"{worker}/{len(places)}"} for worker in range(len(places))]
         metrics.mkdir(mode=0o700, exist_ok=True)
@@ -125,27 +119,22 @@ def worker_specs(
         # A dead process' gauges must not be added up with those of the living.
         on_exit = partial(mark_process_dead, path=str(metrics))
     specs = []
-    for worker, probe_port in enumerate(ports.probes):
-        shared = {name: getattr(ports, name) for name in ("host", "http_port", "grpc_port", "admin_port")}
-        config = configs[worker].model_copy(update={**shared, "probe_port": probe_port})
+    for worker, config in enumerate(configs):
         name = f"serve-{worker}"
-        command = configured_command("serve", config, run_directory / f"{name}.toml")
-        probe = partial(_ask_worker, probes[worker : worker + 1], probe_port)
+        ready_file = run_directory / f"{name}.ready"
+        placed = config.model_copy(update={**dataclasses.asdict(ports), "ready_file": ready_file})
+        command = configured_command("serve", placed, run_directory / f"{name}.toml")
+        probe = partial(_ask_worker, probes[worker : worker + 1], ready_file)
         specs.append(ChildSpec(name, command, probe, {**environment, **places[worker]}, on_exit))
     return specs
 
 
-async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> None:
+async def _ask_worker(probes: Sequence[Probe], ready_file: Path, process_id: int) -> None:
     for probe in probes:
         await probe(process_id)
-    url = f"http://{LOOPBACK}:{port}/readyz"
-    try:
-        async with httpx.AsyncClient(verify=False, trust_env=False) as client:
-            answer = await client.get(url)
-    except httpx.HTTPError as error:
-        raise NotYetError(f"{url}: {error}") from error
-    if not answer.is_success:
-        raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+    # A few bytes in the run directory.
+    if not ready_file.exists() or ready_file.read_text() != str(process_id):  # noqa: ASYNC240
+        raise NotYetError("it does not listen yet")
 
 
 def run_workers(config: ServeConfig) -> None:
@@ -153,25 +142,20 @@ def run_workers(config: ServeConfig) -> None:
 
     Raises FleetError if a port is taken or a worker does not come up, SnapshotError for a version that can't be read.
     """
-    if not config.in_fleet:
-        # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
-        folder = settings.member_folder(config, with_rows=False)
-        rows_here = isinstance(config.store_place, Path | None)
-        snapshot = Snapshot.open(folder, verify=False, rows_here=rows_here)
-        version: dict[str, object] = {"store": None, "models": (), "version": None, "snapshot": folder}
-        if not rows_here:
-            version = {"models": (snapshot.spec.model,), "version": snapshot.version}
-        config = config.model_copy(update=version)
+    # Only the manifest and the headers: each worker checks the files, at its start and at every restart.
+    only = None if config.in_fleet else Membership.of(config).version
+    if only is not None and config.snapshot is None:
+        config = config.model_copy(update={"models": (only.model,), "version": only.version})
     workers = [worker_config(config, worker) for worker in range(config.workers)]
 
     async def program() -> None:
-        with reserved_ports(config, len(workers)) as ports:
+        with reserved_ports(config) as ports:
             # Workers leave their fleet once they have drained, which may take as long again as the default grace.
             grace_s = SupervisionConfig().stop_grace_s + config.shutdown_delay_s
             async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
                 await supervisor.start(worker_specs(supervisor.run_directory, ports, workers, {}))
                 announce(f"logs: {supervisor.log_directory}")
-                ports.announce(settings.scheme(config))
+                ports.announce(config.scheme)
                 notify_ready()
                 await asyncio.Event().wait()
 
@@ -190,10 +174,7 @@ def worker_config(config: ServeConfig, worker: int) -> ServeConfig:
     return config.model_copy(update=update)
 
 
-ANY_HOST = frozenset({"0.0.0.0", "::", ""})
-
-
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Membership:
     """What a process follows.
 
@@ -237,4 +218,4 @@ def node_id(kind: str, place: str) -> str:
 
 def reachable_host(bound: str) -> str:
     """Return the host at which others reach what is bound: every interface stands for this host's name."""
-    return socket.gethostname() if bound in ANY_HOST else bound
+    return socket.gethostname() if bound in LOOPBACKS else bound

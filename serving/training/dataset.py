@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from loader.description import ModelDescription, TableDescription
 from loader.errors import ShardrankError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import Bucketing, Frozen, RowDtype, fingerprint_strings, schema_errors
+from loader.snapshot.tables import Bucketing, Frozen, RowDtype, fingerprint_strings, refused_as
 from loader.snapshot.vocabularies_and_counts import Vocabulary
 from shard_node.bags import Float32Array, Int64Array
 
@@ -370,11 +370,8 @@ def _described_tables(interactions: Interactions, options: FilmsOptions) -> tupl
     for name in tables | options.tables:
         changes = options.tables.get(name, {})
         words = {**shared, **tables.get(name, {}), **changes, "name": name}
-        try:
+        with refused_as(TrainingError, f"table {name!r}: ", TableDescription):
             table = described[name] = TableDescription.model_validate(words)
-        except ValidationError as error:
-            problems = "; ".join(map(str, schema_errors(error, [TableDescription])))
-            raise TrainingError(f"table {name!r}: {problems}") from error
         if "feature_names" in changes:
             if unknown := sorted(set(table.feature_names) - table_of.keys()):
                 raise TrainingError(f"table {name!r}: feature_names: unknown {unknown}; the model has {known}")

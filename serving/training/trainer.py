@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -24,7 +24,7 @@ from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import ArrayRows
-from loader.snapshot.tables import Frozen, RowDtype, VocabularyMapping, schema_errors
+from loader.snapshot.tables import Frozen, RowDtype, VocabularyMapping, refused_as
 from loader.snapshot.writer import export_snapshot
 from loader.traces import count_values
 from router.table_sizing import fitted
@@ -191,12 +191,10 @@ def train_described(
     if any(table.num_embeddings == "auto" for table in description.tables):
         ids = training_requests(dataset, description).requests.values
         description = fitted(description, {name: count_values(name, values) for name, values in ids.items()})
-    try:
+    with refused_as(TrainingError, "", ModelSpec):
         counts = training_counts(dataset, description)
         kept = kept_by(pruning, description, counts)
         spec = description.compiled(kept)
-    except ValidationError as error:
-        raise TrainingError("; ".join(map(str, schema_errors(error, [ModelSpec])))) from error
     # Parts that are not cut out of trained rows are trained; all other tables are trained undivided.
     in_parts = {table.name for table in description.tables if _has_trained_parts(table)}
     trained_spec = trained_form(description).compiled({name: kept[name] for name in in_parts & kept.keys()})

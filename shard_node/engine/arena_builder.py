@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import SnapshotCorruptError, file_error
+from loader.errors import SnapshotCorruptError, file_errors
 from loader.memory import populate
 from loader.progress import PIECE_BYTES, Progress, no_progress
 from loader.snapshot.buckets import FileOrder, RowBuckets
@@ -206,10 +206,8 @@ class ArenaLoad(TableLoad):
         for first, end in order.starts[edges].reshape(-1, 2).tolist():
             for begin, stop in _pieces(first, end, source.shape[1]):
                 piece = source[begin:stop]
-                try:
+                with file_errors(self._snapshot.path / files.rows[index].path, "read"):
                     populate(piece)
-                except OSError as error:
-                    raise file_error(self._snapshot.path / files.rows[index].path, "read", error) from error
                 self._check(table, index, piece, order.rows_at(np.arange(begin, stop)))
                 self._populated_bytes += piece.nbytes
                 self._progress("bring in mapped rows", self._populated_bytes, self._mapped_bytes)

@@ -45,7 +45,7 @@ class Address:
                 needed = "a Unix socket needs an absolute path of a file, as in 'unix:/run/node'"
                 raise ConfigError(f"address {text!r}: {needed}")
             if (size := len(path.encode())) > MAX_UNIX_PATH_BYTES:
-                limit = f"a Unix socket takes at most {MAX_UNIX_PATH_BYTES}"
+                limit = f"a Unix socket takes at most {MAX_UNIX_PATH_BYTES}; those of `up` lie in TMPDIR"
                 raise ConfigError(f"address {text!r}: the path has {size} bytes, {limit}")
             return cls(path=path)
         if (match := _TCP.match(text)) is None:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from loader.errors import ConfigError
-from loadtest.compare import ServedArm, compare_cards, compared_arms, compared_snapshot, wire_bytes
+from loadtest.compare import ServedArm, compare_cards, compared_arms, wire_bytes
 from loadtest.errors import LoadError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators, open_payloads
 from loadtest.servers import running_server
+from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import APIS
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.cli import main
 from serving.embedded import Ranker
 from shardrank_testing.command_line import flags_of
@@ -64,14 +65,6 @@ def test_nodes_listen_on_sockets_or_free_ports(tmp_path):
     addresses = ServedArm(1, 3, "tcp").addresses(tmp_path)
     assert len(set(addresses)) == 3
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
-
-
-def test_a_stores_model_is_served_if_it_is_the_workloads(tmp_path):
-    written = compared_snapshot(OfferedLoad(target="http://a:1", workload=WORKLOAD), tmp_path)
-    assert compared_snapshot(OfferedLoad(target="http://a:1", workload=WORKLOAD), tmp_path) == written
-    assert written == (tmp_path / "merlin-tiny" / "1").resolve()
-    with pytest.raises(ConfigError, match=r"its tables are not those of the workload 'merlin-tiny:0\.001'"):
-        compared_snapshot(OfferedLoad(target="http://a:1", workload="merlin-tiny:0.001"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +140,7 @@ def test_a_server_has_the_models_scores_over_every_api(tmp_path: Path):
         )
         for api in APIS
     }
-    snapshot = compared_snapshot(loads["json"], tmp_path / "store")
+    snapshot = write_random_snapshot(open_workload(WORKLOAD).spec, tmp_path / "store")
     _, payloads = open_payloads(loads["json"])
     with Ranker.open(snapshot, dtype="float32") as ranker:
         expected = ranker.rank(snapshot.parent.name, **json.loads(payloads[1].body)).scores

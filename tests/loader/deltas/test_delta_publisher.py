@@ -14,7 +14,7 @@ import pytest
 
 from loader.deltas.batch import DeltaBatch
 from loader.deltas.chain import is_commit
-from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
+from loader.deltas.publisher import SETTLED_S, AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import (
     DeltaError,
     DeltaFormatError,
@@ -197,6 +197,48 @@ async def test_a_stream_that_lost_its_end_and_was_written_to_the_same_number_doe
     assert await published_rows(directory) == [[0], [5], [1]]
 
 
+async def test_what_two_lost_with_the_whole_stream_is_told_to_both(directory, snapshot):
+    """Also to the one that comes after the other has gone on."""
+    await register_version(directory, snapshot)
+    first, second = (AsyncDeltaPublisher(directory, MODEL, 1) for _ in range(2))
+    for publisher, row in ((first, 1), (second, 2), (first, 3)):
+        await publisher.publish("int8", [row], ONES)
+    shutil.rmtree(directory.path / "streams")
+    await announce(directory, delta_sequence=3)
+    for publisher, lost, following in ((second, (2,), 4), (first, (1, 3), 5)):
+        with pytest.raises(DeltaLostError) as told:
+            await publisher.publish("int8", [9], ONES)
+        assert told.value.sequences == lost
+        assert await publisher.publish("int8", [9], ONES) == following
+
+
+async def test_a_superseded_publisher_stays_so_in_a_registry_that_was_set_back(directory, snapshot, tmp_path):
+    await register_version(directory, snapshot)
+    zombie = AsyncDeltaPublisher(directory, MODEL, 1, name="trainer")
+    await zombie.publish("int8", [0], ONES)
+    with earlier_state(directory, tmp_path / "then"):
+        restarted = AsyncDeltaPublisher(directory, MODEL, 1, name="trainer")
+        await restarted.publish("int8", [1], ONES)
+    with pytest.raises(DeltaLostError):
+        await restarted.publish("int8", [1], ONES)
+    await restarted.publish("int8", [1], ONES)
+    with pytest.raises(PublisherSupersededError):
+        await zombie.publish("int8", [2], ONES)
+
+
+async def test_numbers_that_were_lost_fill_no_stream(stream):
+    await announce(stream, delta_sequence=200)
+    publisher = AsyncDeltaPublisher(stream, MODEL, 1, max_stream_entries=4)
+    with pytest.raises(DeltaLostError):
+        await publisher.publish("int8", [0], ONES)
+    assert [await publisher.publish("int8", [row], ONES) for row in range(3)] == [201, 202, 203]
+    await announce(stream, delta_sequence=300)
+    publisher = AsyncDeltaPublisher(stream, MODEL, 1, max_stream_entries=4)
+    with pytest.raises(DeltaLostError):
+        await publisher.publish("int8", [0], ONES)
+    assert [publisher.sequence, await publisher.publish("int8", [4], ONES)] == [203, 301]
+
+
 async def test_an_emptied_redis_loses_what_its_publisher_published(tmp_path, snapshot):
     with redis_server(tmp_path) as server:
         registry = open_registry(server.url)
@@ -227,19 +269,28 @@ async def test_a_publisher_that_began_again_supersedes_the_one_before(stream):
 
 
 async def test_format_1_is_written_until_every_node_reads_format_2(stream):
+    now = 0.0
+    publisher, older = (AsyncDeltaPublisher(stream, MODEL, 1, monotonic=lambda: now) for _ in range(2))
     await announce(stream, delta_format=1)
-    publisher, older = AsyncDeltaPublisher(stream, MODEL, 1), AsyncDeltaPublisher(stream, MODEL, 1)
     assert await publisher.publish("int8", [0], ONES) == 1
     assert await older.publish("int8", [1], ONES) == 2
     await announce(stream, delta_format=2)
-    assert [await publisher.publish("int8", [row], ONES) for row in (2, 3)] == [3, 4]
+    assert await publisher.publish("int8", [2], ONES) == 3
+    # A registry that was away knows of no node for a moment: nobody says that it reads format 2.
+    await FleetRegistry(stream).withdraw_node("n")
+    now += 60
+    assert await publisher.publish("int8", [3], ONES) == 4
+    await announce(stream, delta_format=2)
+    for row, wait_s in ((4, SETTLED_S), (5, 0.1), (6, 0)):
+        await publisher.publish("int8", [row], ONES)
+        now += wait_s
     entries = await stream.read(STREAM, 0)
-    assert [is_commit(entry.payload) for entry in entries] == [False, False, True, True]
-    assert await published_rows(stream) == [[0], [1], [2], [3]]
+    assert [is_commit(entry.payload) for entry in entries] == [False] * 5 + [True] * 2
+    assert await published_rows(stream) == [[row] for row in range(7)]
     # What a release appends that knows only format 1 fails, and is not lost without a word.
-    batch = replace((await published(stream))[0], sequence=5)
-    with pytest.raises(StreamSequenceError, match="ends with 4: format 1 is over"):
-        await stream.append(STREAM, 5, batch.encode())
+    batch = replace((await published(stream))[0], sequence=8)
+    with pytest.raises(StreamSequenceError, match="ends with 7: format 1 is over"):
+        await stream.append(STREAM, 8, batch.encode())
 
 
 async def test_format_1_does_not_go_on_after_a_loss(stream):
@@ -250,6 +301,7 @@ async def test_format_1_does_not_go_on_after_a_loss(stream):
         await publisher.publish("int8", [0], ONES)
     assert await publisher.publish("int8", [0], ONES) == 4  # a stream may begin anywhere
     await announce(stream, delta_format=1, delta_sequence=6)
+    assert publisher.sequence == 4
     with raises_kind("delta_gap", match="ends with 4, but deltas up to 6 were published"):
         await AsyncDeltaPublisher(stream, MODEL, 1).open()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loader.errors import SnapshotError, SnapshotNotFoundError
+from loader.snapshot.manifest import MANIFEST_NAME
 from loader.snapshot.store import TRASH_PREFIX, Store
 from shardrank_testing.snapshots import one_table_spec, write_snapshot
 
@@ -65,9 +66,10 @@ def test_what_a_killed_run_had_begun_to_delete_is_deleted(tmp_path):
     store, folder = Store(tmp_path), tmp_path / "films"
     for version in (1, 2):
         (folder / str(version)).mkdir(parents=True)
+        (folder / str(version) / MANIFEST_NAME).touch()
         store.set_aside("films", version)
     store.set_aside("films", 3)  # is not there
-    (folder / f"{TRASH_PREFIX}2").rename(folder / f"{TRASH_PREFIX}2.gone")
+    (folder / f"{TRASH_PREFIX}2" / MANIFEST_NAME).unlink()
     store.delete_set_aside("films", staying=[1, 2])
     assert sorted(path.name for path in folder.iterdir()) == ["1"]
 

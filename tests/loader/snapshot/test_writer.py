@@ -336,7 +336,8 @@ def test_a_finished_file_that_was_damaged_is_written_again(tmp_path, whole, capl
     (files / "genre" / "rows-00000-of-00001.safetensors").unlink()
     with caplog.at_level(logging.WARNING):
         assert export(tmp_path) == NUM_ROW_FILES - 10 + 3
-    assert len(caplog.records) == 3
+    # One is only missing.
+    assert len(caplog.records) == 2
     assert files_of(tmp_path) == whole
 
 

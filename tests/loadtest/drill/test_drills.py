@@ -102,12 +102,11 @@ def test_crash(tmp_path: Path):
 @pytest.mark.nightly
 def test_soak(tmp_path: Path):
     """So short a time shows nothing of memory."""
-    work = "--rollout-every-s 2 --updates 10 --strangers 20 --max-mb-per-min 1000"
+    work = "--rollout-every-s 2 --updates 10 --max-mb-per-min 1000"
     report = run(tmp_path, f"soak {SMALL}{ONE_NODE}--minutes 0.2 --rate 20 {work}", exit_codes=(0, 1))
     assert [report[key] for key in NOT_RIGHT] == [0, 0, 0]
     assert report["restarted"] == []
-    assert min(report["answers"], report["bad_requests"], report["fresh_requests"]) > 10
-    assert min(report["rollouts"], report["updates"]) > 0
+    assert min(report["rollouts"], report["updates"], report["answers"] - 10) > 0
     assert {trend["process"] for trend in report["trends"]} == {"coordinator", "shard-0-0", "serve-0"}
     assert not [problem for problem in report["problems"] if "request" in problem]
 

@@ -9,7 +9,7 @@ import pytest
 
 from loadtest.drill.config import OverloadDrillConfig
 from loadtest.drill.overload import SHED, UNAVAILABLE, overload_figures, phase_times
-from loadtest.load.loops import CpuTime, Weighed
+from loadtest.load.loops import Weighed
 from loadtest.load.result import ROW, Done, Records
 
 CONFIG = OverloadDrillConfig(seconds=10, normal_s=4, deadline_ms=100)
@@ -19,7 +19,7 @@ CAPACITY = 100.0
 
 
 def weighed(rate: float = CAPACITY) -> Weighed:
-    return Weighed(round(10 * rate), 10.0, {"serve": CpuTime(9.0, 1.0)}, 1.0, 1.0, 2.0)
+    return Weighed(round(10 * rate), 10.0, {"serve": 10.0}, 1.0, 1.0, 2.0)
 
 
 def due_in(begin: float, seconds: float, rate: float, seconds_each: float, code: int) -> np.ndarray:

@@ -28,6 +28,7 @@ def test_one_kind_is_upgraded_before_the_other(order: Order, names: list[str]):
 
 DONE = {
     "delta_formats": [1, 2],
+    "last_delta_format": 2,
     "rollouts": 1,
     "updates": 1,
     "updates_lost": 0,
@@ -40,6 +41,7 @@ MISSED = [
     {"updates": 0},
     {"lookups_with_last_delta": LOOKUPS - 1},
     {"old_publisher_refused": 0},
+    {"last_delta_format": 1},
     {"rollouts": 0},
 ]
 

@@ -78,8 +78,8 @@ def test_all_requests_are_always_out_and_count_after_the_warm_up() -> None:
     assert weighed.seconds >= 0.1
     assert weighed.p50_ms <= weighed.p99_ms
     # Server and client are this very process.
-    assert sum(map(sum, weighed.server_cpu.values())) == pytest.approx(weighed.client_cpu_s, abs=0.03)
-    assert weighed.server_cpu.keys() == {"serve"}
+    assert sum(weighed.server_cpu_s.values()) == pytest.approx(weighed.client_cpu_s, abs=0.03)
+    assert weighed.server_cpu_s.keys() == {"serve"}
 
 
 def test_each_request_has_a_trace_and_an_id_of_its_own() -> None:
@@ -90,20 +90,19 @@ def test_each_request_has_a_trace_and_an_id_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("api", "reply", "problem", "is_late"),
+    ("api", "reply", "problem"),
     [
-        ("json", Reply(), "bad_answer: 3 scores for a request of 7", False),
-        ("json", Reply(status=503, body=b"no"), "http_503: no", False),
-        ("json", Reply(status=504, body=b"no"), "http_504: no", True),
-        ("json", Reply(body=b"{"), "bad_answer: the answer is not one to a rank", False),
-        ("grpc", Reply(grpc_status=grpc.StatusCode.DEADLINE_EXCEEDED), "timeout: ", True),
-        ("grpc", Reply(grpc_status=grpc.StatusCode.UNAVAILABLE), "grpc_unavailable: ", False),
+        ("json", Reply(), "bad_answer: 3 scores for a request of 7"),
+        ("json", Reply(status=503, body=b"no"), "http_503: no"),
+        ("json", Reply(status=504, body=b"no"), "http_504: no"),
+        ("json", Reply(body=b"{"), "bad_answer: the answer is not one to a rank"),
+        ("grpc", Reply(grpc_status=grpc.StatusCode.DEADLINE_EXCEEDED), "timeout: "),
+        ("grpc", Reply(grpc_status=grpc.StatusCode.UNAVAILABLE), "grpc_unavailable: "),
     ],
 )
-def test_a_failed_request_ends_the_measurement(api, reply, problem, is_late) -> None:
-    """A server that can't answer in time was given too much; one that answers wrong was not."""
+def test_a_failed_request_ends_the_measurement(api, reply, problem) -> None:
     server_of = loaded_http_server if api == "json" else loaded_grpc_server
     with server_of(lambda number: reply) as server, pytest.raises(RequestFailedError, match=problem) as failure:
         uvloop.run(weigh(server.port, 1, bench_payloads(SHAPE, "mlp", 1, api)))
     assert str(failure.value).startswith(f"{api}: ")
-    assert ("in flight may be too many" in str(failure.value)) == is_late
+    assert str(failure.value).endswith(" (1 in flight)")

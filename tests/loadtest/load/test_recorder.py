@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.result import (
     EXAMPLES_OF_A_KIND,
-    MAX_CPU_SHARE,
     Done,
     GeneratorProcess,
     LoadResult,
@@ -107,7 +106,7 @@ def test_reasons_why_a_run_is_not_valid(shares, lag_ms, due, reason):
     processes = tuple(
         GeneratorProcess(cpu_share=share, due=10, connections=1, lag_p99_ms=0.1, lag_max_ms=0.2) for share in shares
     )
-    changed = {"processes": processes, "lag_p99_ms": lag_ms, "max_lag_p99_ms": 1.0, "max_cpu_share": MAX_CPU_SHARE}
+    changed = {"processes": processes, "lag_p99_ms": lag_ms, "max_lag_p99_ms": 1.0}
     reasons = invalid_because(example_run().generator.model_copy(update=changed), due)
     assert len(reasons) == (reason is not None)
     assert all(reason in text for text in reasons)

@@ -140,7 +140,8 @@ def test_the_best_peer_is_that_of_each_measure():
 
 def test_a_missing_environment_is_named_with_what_to_do(environments: Path):
     result = run_command("--peer", "fastapi", "--peer", "mosec", "--env-dir", environments)
-    assert "has no environment for mosec; run `shardrank loadtest peers --install`" in str(result.exception)
+    assert "has no environment for mosec: `python -m venv" in str(result.exception)
+    assert f"/mosec/bin/python -m pip install -r {PEERS['mosec'].requirements}`" in str(result.exception)
 
 
 def test_servers_import_nothing_of_shardrank_and_pin_packages():

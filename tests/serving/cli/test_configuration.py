@@ -51,7 +51,7 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("models", (("a",), ("b",), ("c",))),
     ("shards listen", (("a",), ("b", "c"), ("d", "e"))),
     ("shard", ((0, 2), (1, 2), (1, 3))),
-    ("tls_role", ((("node", "u:a"),), (("node", "u:b"), ("router", "u:c")), ())),
+    ("tls_role", (("node=u:a",), ("node=u:b", "router=u:c"), ())),
     ("limits", ({"max_queue": 1}, {"max_queue": 2}, {"max_queue": 3})),
     ("replica_policy", ({"failures": 1}, {"failures": 2}, {})),
     ("max_staleness", ({"a": 1.0}, {"a": 2.0}, {"a": 3.0})),
@@ -69,7 +69,7 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("trace_protocol", ("http", "grpc", "http")),
     ("log_level", ("debug", "error", "info")),
     ("log_format", ("json", "text", "json")),
-    ("log_dir", (Path("/a"), Path("/b"), Path("/c"))),
+    ("log_dir ready_file", (Path("/a"), Path("/b"), Path("/c"))),
     ("hot_rows", ("static", "learning", "static")),
     ("plan_file", (Path(__file__), Path(pytest.__file__), Path(click.__file__))),
 ]
@@ -179,15 +179,6 @@ def test_variables_that_are_no_settings_are_ignored_with_a_warning(caplog: pytes
     assert len(caplog.records) == 1
 
 
-def test_a_flag_for_one_version_beats_a_registry_in_a_variable(tmp_path: Path) -> None:
-    (tmp_path / "s.toml").write_text('version = 3\nstore = "m"\n')
-    variable = {"SHARDRANK_REGISTRY": "redis://r/0", "SHARDRANK_NODE_ID": "a", "SHARDRANK_STORE_CACHE": "c"}
-    assert parse_command_line(["serve", "--store", "m", "--version", "3"], **variable)["registry"] is None
-    assert parse_command_line(["serve", "--store", "m"], **variable)["registry"] == "redis://r/0"
-    with pytest.raises(click.UsageError, match="--version: not with --registry"):
-        parse_command_line(["serve", "--config", str(tmp_path / "s.toml")], **variable)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_printed_settings_are_those_of_a_file(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without passwords, and with the defaults; `serve` alone prints what it would run by."""
@@ -256,11 +247,6 @@ def test_a_variable_of_another_store_harms_no_command(tmp_path, monkeypatch):
     assert "document" not in refused
     flag = shardrank("inspect", "--store", tmp_path, "--store-cache", tmp_path, code=None).output
     assert "Error: --store-cache: only with a --store at a URL." in flag
-
-
-def test_a_flag_for_a_snapshot_beats_a_variable_for_a_store():
-    config = parse_command_line(["serve", "--snapshot", "m/films/1"], SHARDRANK_STORE="m", SHARDRANK_MODELS="a")
-    assert (config["store"], config["models"], config["snapshot"]) == (None, (), Path("m/films/1"))
 
 
 def test_settings_of_children_are_printed_without_passwords():

@@ -176,7 +176,12 @@ def test_certificates_and_tokens_are_read_from_settings(
     assert protection.node_tls == TlsClientConfig(ca=ca.cert, cert=node.cert, key=node.key)
     assert protection.tokens == tokens
     roles = (("node", "spiffe://fleet/node"),)
-    private = {"node_ca": ca.cert, "node_cert": router.cert, "node_key": router.key, "tls_role": roles}
+    private = {
+        "node_ca": ca.cert,
+        "node_cert": router.cert,
+        "node_key": router.key,
+        "tls_role": ("node=spiffe://fleet/node",),
+    }
     shown = TlsClientConfig(ca=ca.cert, cert=router.cert, key=router.key, role_uris=roles)
     assert Protection.of(ServeConfig(**config.model_dump(include=config.model_fields_set), **private)).node_tls == shown
     assert Protection.of(ServeConfig()) == Protection(None, None, None)

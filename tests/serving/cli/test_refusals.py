@@ -23,8 +23,8 @@ REFUSALS = [
     ("inspect", USAGE, "Name a snapshot"),
     ("inspect --store a --snapshot b", USAGE, "leave out --store"),
     ("train --store s --keep-share 0.5", USAGE, "--keep-share: only with --prune"),
-    ("train --store s --table films=[]", USAGE, "--table films: '[]' is not a JSON object"),
-    ("train --store s --table films=x", USAGE, "--table films: not JSON"),
+    ("train --store s --table films=[]", USAGE, "tables.films: "),
+    ("train --store s --table films=x", USAGE, "'films=x' is not NAME=JSON."),
     ("demo --sharding sideways", USAGE, "is not one of"),
     (
         f"demo {QUICK} --json nowhere/report.json",
@@ -40,7 +40,7 @@ REFUSALS = [
     (f"{REGISTERED} --version 3", USAGE, "--version: not with --registry"),
     (f"{NODE} --store s @max_memory_gb=3", USAGE, "max_memory_gb: only with --registry"),
     (f"{NODE} --store s --model a --model b", USAGE, "Several --model need --registry"),
-    (f"{REGISTERED} --node-id a/b", USAGE, "node_id: String should match"),
+    (f"{REGISTERED} --node-id a/b", USAGE, "--node-id: String should match"),
     (f"{REGISTERED} --advertise nowhere", ERROR, "address 'nowhere' is none of"),
     (f"{REGISTERED} --model 'a b'", USAGE, "models"),
     ("shard-node --listen unix:/tmp/x --registry r --store {model.parent} --shard 0/2000", USAGE, "num_shards"),
@@ -57,7 +57,7 @@ REFUSALS = [
     ("serve --store s --local", USAGE, "--local: only with --registry"),
     ("serve --store s --max-staleness films=3", USAGE, "--max-staleness: only with --registry"),
     ("serve --store s --model a --model b", USAGE, "Several --model need --registry"),
-    ("serve --store s --shard h:1 @memory_budget_gb=1", USAGE, "memory_budget_gb is for rows in this"),
+    ("serve --store s --shard h:1 @memory_budget_gb=1", USAGE, "memory_budget_gb: only for rows in this"),
     *(
         (f"{serve} {flag}", USAGE, re.split("[ =]", flag.lstrip("@"))[0] + problem)
         for flag in (
@@ -68,7 +68,7 @@ REFUSALS = [
             "@peer_access='\"required\"'",
         )
         for serve, problem in (
-            ("serve --snapshot {model} --shard h:1", " is for rows in this process"),
+            ("serve --snapshot {model} --shard h:1", ": only for rows in this process"),
             (SERVE, ": with --registry only for --local rows"),
         )
     ),
@@ -95,12 +95,12 @@ REFUSALS = [
     (
         "counts --out f --shard unix:a --node-ca c --tls-role shop=urn:a",
         USAGE,
-        "tls_role: role_uris.0.0",
+        "tls_role: ROLE=URI: role_uris.0.0",
     ),
     (
         "counts --out f --shard unix:a --node-ca c --tls-role node=a",
         USAGE,
-        "tls_role: role_uris.0.1",
+        "tls_role: ROLE=URI: role_uris.0.1",
     ),
     (
         "counts --out f --shard unix:a --node-cert c --node-key d",

@@ -120,7 +120,7 @@ def test_versions_tells_what_a_fleet_does_with_them(training: Path, tmp_path: Pa
 
     asyncio.run(stray())
     shown = shardrank("rollout", "status", "--registry", registry).output
-    assert shown.startswith("c: this registry is not the one that it knows\nsmall: ")
+    assert shown.startswith("c: this registry is not the one that it knows\nmodel small, ")
 
 
 @pytest.mark.parametrize(

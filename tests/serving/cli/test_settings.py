@@ -10,10 +10,11 @@ import click
 import pytest
 
 from router.hot_rows import HotRowsConfig
-from serving.cli.settings import config_of, node_identity, num_replicas, open_card_set
+from serving.cli.settings import config_of, num_replicas, open_card_set
 from serving.config import ServeConfig, ShardNodeConfig
 from serving.fleet.workers import Membership
 from serving.shard_server import serve_shard
+from shard_node.buckets import NodeIdentity
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardOptions, CardSet
 from shard_node.node import ShardNode
@@ -78,7 +79,10 @@ def test_a_shard_node_has_its_rows_on_the_cards_that_its_flags_name(
     api_model: ApiModel, emulated: list[tuple[str, int]], folder: Path
 ) -> None:
     config = ShardNodeConfig(snapshot=api_model.path, shard=(0, 1), listen=(f"unix:{folder}/x",), **CARDS)
-    node, card_set = ShardNode(node_identity(config, 0, 1)), open_card_set(config)
+    node, card_set = (
+        ShardNode(NodeIdentity(shard_index=0, num_shards=1, num_cards=1, sharding="hash")),
+        open_card_set(config),
+    )
 
     async def program() -> None:
         running = asyncio.create_task(serve_shard(config, Membership.of(config), node, card_set, None))

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from serving.errors import FleetError
-from serving.fleet.local_fleet import socket_path
+from loader.errors import ConfigError
 from serving.fleet.process import PARENT_PID_VARIABLE
 from serving.fleet.workers import connectable_host, shared_port
-from shard_node.wire.address import MAX_UNIX_PATH_BYTES
+from shard_node.wire.address import MAX_UNIX_PATH_BYTES, Address
 
 CHILD = """
 import os, signal
@@ -68,9 +67,9 @@ def test_a_shared_port_can_be_bound_again_with_reuseport_but_not_without() -> No
 
 def test_a_socket_path_that_the_kernel_would_cut_is_refused(tmp_path: Path) -> None:
     room = MAX_UNIX_PATH_BYTES - len(str(tmp_path)) - 1
-    assert socket_path(tmp_path, "x" * room) == str(tmp_path / ("x" * room))
-    with pytest.raises(FleetError, match="has 108 bytes, at most 107"):
-        socket_path(tmp_path, "x" * (room + 1))
+    assert Address.parse(f"unix:{tmp_path}/{'x' * room}").path == str(tmp_path / ("x" * room))
+    with pytest.raises(ConfigError, match="has 108 bytes, a Unix socket takes at most 107"):
+        Address.parse(f"unix:{tmp_path}/{'x' * (room + 1)}")
 
 
 @pytest.mark.parametrize(("host", "expected"), [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.7", "10.0.0.7")])

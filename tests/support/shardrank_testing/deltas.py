@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from loader.deltas.batch import DeltaBatch, encode_rows
 from loader.deltas.chain import (
+    DIGEST_BYTES,
+    HEADS_BYTES,
+    NOTHING,
     NUM_PARTITIONS,
     Commit,
     Tail,
@@ -91,13 +94,24 @@ def all_divisions(seed: int) -> DividedModel:
     return divided_model(ModelDescription.model_validate(model), pruned=("item", "film"), seed=seed)
 
 
+def heads_of(tail: Tail) -> dict[int, bytes]:
+    """The digest of the last part of each partition that has one."""
+    digests = (tail.heads[at : at + DIGEST_BYTES] for at in range(0, HEADS_BYTES, DIGEST_BYTES))
+    return {partition: digest for partition, digest in enumerate(digests) if digest != NOTHING}
+
+
+def joined(heads: dict[int, bytes]) -> bytes:
+    """The digests of all partitions, one behind the other."""
+    return b"".join(heads.get(partition, NOTHING) for partition in range(NUM_PARTITIONS))
+
+
 async def read_entry(registry: Registry, stream: str, entry: StreamEntry, tail: Tail | None) -> tuple[DeltaBatch, Tail]:
     """The whole delta of an entry of either format, checked to follow `tail`, if given, and where the stream ends."""
-    heads = {} if tail is None else tail.heads
+    heads = {} if tail is None else heads_of(tail)
     if not is_commit(entry.payload):
         batch = DeltaBatch.decode(entry.payload)
         assert batch.sequence == entry.sequence
-        return batch, Tail(entry.sequence, entry_digest(entry.payload), heads)
+        return batch, Tail(entry.sequence, entry_digest(entry.payload), joined(heads))
     commit = Commit.decode(entry.payload)
     assert commit.sequence == entry.sequence
     assert tail is None or (commit.previous, commit.predecessor) == (tail.sequence, tail.digest)
@@ -105,7 +119,7 @@ async def read_entry(registry: Registry, stream: str, entry: StreamEntry, tail: 
     ranges = [(entry.sequence, *ends) for ends in commit.ranges(every)]
     whole, digests = commit.decode_parts(every, await registry.read_rows(stream, ranges), heads)
     assert whole is not None
-    return whole, Tail(entry.sequence, commit.digest, {**heads, **digests})
+    return whole, Tail(entry.sequence, commit.digest, joined({**heads, **digests}))
 
 
 async def register_version(registry: Registry, snapshot: Snapshot) -> None:

@@ -139,5 +139,4 @@ def example_sweep(cpu_share: float = 0.42) -> SweepResult:
         highest_rate=max(kept),
         lowest_failed_rate=min(beyond, default=None),
         limited_by="server" if beyond else "generator",
-        tolerance=0.5,
     )
