@@ -44,10 +44,7 @@ _GAUGES = {
     ),
     "version_leases": ("Requests that use a version now.", _VERSION),
     "canary_share": ("Share of the requests that the canary gets.", _VERSION),
-    "degraded": (
-        "1 if rows are older than max_staleness_s or a dense step allows, or have forked, else 0.",
-        ("model",),
-    ),
+    "degraded": ("1 if rows have forked, or are older than max_staleness_s or a dense step allows.", ("model",)),
 }
 _COUNTERS = {
     "rows_looked_up": ("Rows looked up by table and tier.", (*_NODE, "table", "tier")),

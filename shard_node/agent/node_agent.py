@@ -263,9 +263,9 @@ class NodeActions:
     async def _withdraw(self, model: str, version: int) -> None:
         async with self._changing[model]:
             await self._followers.stop(model, version)
-            here = {(each.model, each.version): each for each in self._node.generations.all()}
-            generation = here.get((model, version))
+            all_here = {(each.model, each.version): each for each in self._node.generations.all()}
             # It drains already if it was to be staged anew.
+            generation = all_here.get((model, version))
             if generation is not None and generation.state != "draining":
                 self._node.generations.retire(model, version)
         while generation is not None and not generation.retired.is_set():  # noqa: ASYNC110  # set by threads
@@ -385,10 +385,10 @@ class NodeActions:
             state = "not loaded yet" if report is None else f"{report.state} {report.reason}".rstrip()
             return f"version {version} is {state}"
         deltas = generation.payload.deltas.snapshot()
-        if version not in desired.follow or (deltas.has_caught_up and not deltas.forked):
-            return ""
         if deltas.forked:
             return f"row updates of version {version} have forked: {deltas.reason}"
+        if version not in desired.follow or deltas.has_caught_up:
+            return ""
         until = "what its stream has" if deltas.catch_up_to is None else deltas.catch_up_to
         reason = deltas.reason and f": {deltas.reason}"
         return f"version {version} has applied delta {deltas.sequence}, not yet {until}{reason}"

@@ -267,7 +267,6 @@ async def test_rows_of_a_forked_stream_are_replaced(under, beside, tmp_path, mon
 async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeypatch, caplog):
     """The one that comes before has forked too: this one answers until that is ready again."""
     monkeypatch.setattr(node_agent, "ANNOUNCED_S", 0.05)
-    monkeypatch.setattr(node_agent, "RETRY_S", 0.05)
     await under.publish(1)
     stream = StreamWriter(make_spec())
     for value in (1.0, 2.0):
@@ -288,9 +287,6 @@ async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeyp
     await stream.put(under.fleet.registry)
     await until(lambda: "is not staged anew yet: it comes after a-node" in caplog.text)
     assert "row updates of version 1 have forked: " in under.actions.problems(under.agent)["films"]
-    break_registry(tmp_path)
-    await until(lambda: "is not mended yet: " in caplog.text)
-    repair_registry(tmp_path)
     for state in ("ready", "draining", "staging"):
         await announce(forked=True, state=state)
         for _ in range(20):
@@ -402,33 +398,24 @@ async def test_a_fork_that_is_noticed_while_staging_is_counted(under):
     assert (served.delta_sequence, served.forked, served.delta_forks) == (2, True, 1)
 
 
-def break_registry(folder: Path) -> None:
-    (folder / "registry").rename(folder / "away")
-    (folder / "registry").write_text("no folder")
-
-
-def repair_registry(folder: Path) -> None:
-    (folder / "registry").unlink()
-    (folder / "away").rename(folder / "registry")
-
-
-async def test_rows_are_not_loaded_again_after_a_short_outage(under, tmp_path, monkeypatch):
-    loads, stage = [], node_agent.stage_tables
+async def test_an_outage_after_rows_were_loaded_does_not_free_them(under, tmp_path, monkeypatch, caplog):
+    under.agent_runs.cancel()
+    await asyncio.wait([under.agent_runs])
+    stage = node_agent.stage_tables
 
     def loaded(*arguments, **options):
         tables = stage(*arguments, **options)
-        loads.append(tables)
-        break_registry(tmp_path)
+        shutil.rmtree(tmp_path / "registry")
+        (tmp_path / "registry").write_text("no folder")
         return tables
 
     monkeypatch.setattr(node_agent, "stage_tables", loaded)
     await under.publish(1)
-    await under.want("films", hold=(1,), live=1, follow=(1,))
-    await until(lambda: loads)
-    await asyncio.sleep(0.2)
-    repair_registry(tmp_path)
-    await under.announced("films", 1, "ready")
-    assert len(loads) == 1
+    desired = WantedModel(model="films", epoch=1, live=1, hold=(1,), follow=(1,))
+    await under.actions.stage("films", 1, desired, lambda fraction: None)
+    assert under.actions.loaded() == {("films", 1)}
+    assert "version 1 of films is loaded without deltas after 0" in caplog.text
+    (tmp_path / "registry").unlink()
 
 
 async def test_a_node_that_divides_rows_otherwise_is_refused(under):
