@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
 
 from loader.access_counts import AccessCounter
 from loader.errors import ShardrankError, UnavailableError
-from loader.registry.registry import Registry
+from loader.registry.fleet import FleetRegistry
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
 from router.hot_rows import ROW_OVERHEAD_BYTES, HotRows, HotRowsConfig, HotSet
@@ -33,7 +34,7 @@ from shard_node.access_counts import TABLE_SHIFT
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.bags import Int64Array, KeyedBags, TableLayout
 from shard_node.engine.memory import RowMemory
-from shard_node.node import DeltaPosition
+from shard_node.node import DeltaPosition, ServedVersion
 from shard_node.split import split
 
 logger = logging.getLogger(__name__)
@@ -131,9 +132,10 @@ def learning_counter(capacity: int) -> AccessCounter:
 class HotRowsKeeper:
     """Keeps the hot rows of one version, from `start` until it is closed.
 
-    `connect` makes it shards of its own. `registry` opens the registry whose stream of deltas is followed; None if the
-    nodes follow none. `on_status` is called with the tier's state about every second, on the keeper's thread. `before`
-    are the rows of a version before: one that learns begins with them, if they are rows of the same tables.
+    `connect` makes it shards of its own. `fleet` opens the registry whose stream of deltas is followed, as long as it
+    is still the fleet's; None if the nodes follow none. `on_status` is called with the tier's state about every second,
+    on the keeper's thread. `before` are the rows of a version before: one that learns begins with them, if they are
+    rows of the same tables.
 
     Raises MemoryBudgetError if there is no room for the tier in `memory`, and HotRowsError if that has none for a row.
 
@@ -147,7 +149,7 @@ class HotRowsKeeper:
         snapshot: Snapshot,
         plan: Plan,
         connect: Callable[[], Sequence[ReplicatedShard]],
-        registry: Callable[[], Registry] | None = None,
+        fleet: Callable[[], FleetRegistry] | None = None,
         on_status: Callable[[HotStatus], None] = lambda status: None,
         memory: RowMemory | None = None,
         before: HotRows | None = None,
@@ -156,7 +158,7 @@ class HotRowsKeeper:
         self._model, self._version = snapshot.spec.model, snapshot.version
         self._name = f"hot rows of version {self._version} of model {self._model!r}"
         self._owners, self._cutter = BucketOwners(plan), Cutter(plan.layout, FETCH_PIECE_BYTES)
-        self._connect, self._registry, self._on_status = connect, registry, on_status
+        self._connect, self._fleet, self._on_status = connect, fleet, on_status
         self._budget = HotBudget(config, plan.layout)
         self._claim = (memory or RowMemory()).take(config.size_bytes)
         learned = learning_counter(self._budget.capacity) if self._budget.learns else None
@@ -164,7 +166,7 @@ class HotRowsKeeper:
         self._first = np.empty(0, np.int64)
         if before is not None and learned is not None and _row_kinds(before.layout) == _row_kinds(plan.layout):
             self._first = before.current.keys
-        self._problem = ""
+        self._problem, self._forks = "", dict[str, int]()
         self._begun = threading.Event()
         self._stop: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._run, name=f"hot-{self._model}-{self._version}", daemon=True)
@@ -195,11 +197,11 @@ class HotRowsKeeper:
         assert keeping is not None
         self._stop = lambda: loop.call_soon_threadsafe(keeping.cancel)
         shards = list(self._connect())
-        registry = None if self._registry is None else self._registry()
+        fleet = None if self._fleet is None else self._fleet()
         try:
             while True:
                 try:
-                    await self._keep(shards, registry)
+                    await self._keep(shards, fleet)
                 except ShardrankError as error:
                     self._warn(f"{type(error).__name__}: {error}")
                 except Exception:
@@ -211,15 +213,22 @@ class HotRowsKeeper:
         finally:
             for shard in shards:
                 await shard.close()
-            if registry is not None:
-                await registry.close()
+            if fleet is not None:
+                await fleet.registry.close()
 
-    async def _keep(self, shards: Sequence[ReplicatedShard], registry: Registry | None) -> None:
-        sequence = await self._check_sequence(shards, follows=registry is not None)
-        self.rows.deltas = DeltaPosition(self._snapshot.manifest.delta_start[0], sequence)
-        work = [self._choose(shards), self._report_often(shards, follows=registry is not None)]
-        if registry is not None:
-            work.append(DeltaFollower(registry, self._model, self._version, self.rows).run())
+    async def _keep(self, shards: Sequence[ReplicatedShard], fleet: FleetRegistry | None) -> None:
+        self._forks.clear()
+        reached = await self._check_nodes(shards, follows=fleet is not None)
+        if len(reached) < len(shards):
+            raise HotRowsError(f"{self._name}: no node of some shard that answers has the version")
+        at = min(reached, key=attrgetter("delta_sequence"))
+        # Nodes of older releases tell no digest: what they have is trusted.
+        delta_base, last_delta = self._snapshot.manifest.delta_start
+        last_delta, digest = last_delta if at.delta_digest else at.delta_sequence, bytes.fromhex(at.delta_digest)
+        self.rows.deltas = DeltaPosition(delta_base, last_delta, at.delta_sequence, digest)
+        work = [self._choose(shards), self._report_often(shards, follows=fleet is not None)]
+        if fleet is not None:
+            work.append(DeltaFollower(fleet, self._model, self._version, self.rows).run())
         tasks = [asyncio.create_task(each) for each in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -230,27 +239,27 @@ class HotRowsKeeper:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _check_sequence(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> int:
-        """Return the last delta that a node of each shard has.
+    async def _check_nodes(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> list[ServedVersion]:
+        """Return, of each shard that has nodes with the version, what the one reports that has the most deltas.
 
-        Raises HotRowsError if a shard has no node with the version, or a forked one, or deltas are applied that are not
-        followed here.
+        Raises HotRowsError if a node has forked since the tier began, or deltas are applied that are not followed here.
         """
-        reached: list[int] = []
+        reached: list[ServedVersion] = []
         key = (self._model, self._version)
         for shard, infos in enumerate(await asyncio.gather(*(shard.infos() for shard in shards))):
-            served = [each for _, info in infos for each in info.versions if (each.model, each.version) == key]
-            if any(each.forked for each in served):
+            served = {node: each for node, info in infos for each in info.versions if (each.model, each.version) == key}
+            # A node may have mended since it was read from.
+            forks = {node: each.delta_forks for node, each in served.items()}
+            if any(each.forked or forks[node] > self._forks.get(node, forks[node]) for node, each in served.items()):
                 raise HotRowsError(f"{self._name}: row updates of a node have forked, and it may have been read from")
-            if not served:
-                raise HotRowsError(f"{self._name}: no node of shard {shard} that answers has the version")
-            reached.append(max(each.delta_sequence for each in served))
-            if not follows and any(each.delta_sequence > each.last_delta for each in served):
+            self._forks |= forks
+            reached += sorted(served.values(), key=attrgetter("delta_sequence"))[-1:]
+            if not follows and any(each.delta_sequence > each.last_delta for each in served.values()):
                 raise HotRowsError(
                     f"{self._name}: nodes of shard {shard} apply row updates, which copies here would not "
                     "get without --registry"
                 )
-        return min(reached)
+        return reached
 
     async def _report_often(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> None:
         """Report the tier, and check that no node's rows forked or, where there is no registry, change."""
@@ -261,7 +270,7 @@ class HotRowsKeeper:
             self._on_status(HotStatus(self._model, self._version, names, *size, sequence, *self.rows.counts()))
             await asyncio.sleep(STATUS_EVERY_S)
             with suppress(UnavailableError):
-                await self._check_sequence(shards, follows=follows)
+                await self._check_nodes(shards, follows=follows)
 
     async def _choose(self, shards: Sequence[ReplicatedShard]) -> None:
         """Hold the first rows; then, if this tier learns, those with the most lookups in the last epochs."""

@@ -26,7 +26,10 @@ LOCAL_REPLICA = "local"
 
 
 class ServedVersion(Message):
-    """One version that a node can answer for, with the fields of `DeltaProgress`; routers compare `plan_digest`."""
+    """One version that a node can answer for, with the fields of `DeltaProgress`, and `delta_digest` in hex.
+
+    Routers compare `plan_digest`.
+    """
 
     model: str
     version: int
@@ -39,6 +42,7 @@ class ServedVersion(Message):
     delta_fresh_at: float | None = None
     delta_lag: int = 0
     delta_forks: int = 0
+    delta_digest: str = ""
     forked: bool = False
 
 
@@ -110,6 +114,7 @@ class DeltaProgress:
         rows: written here; `refused` deltas were not what they should be.
         reason: what keeps the next delta from being applied; "" if nothing does.
         catch_up_to: the last delta of the stream at the first read; None before.
+        digest: of the entry that was applied last, b"" until one was.
         forked: rows are of deltas that the stream does not have: they are to be replaced, and others asked meanwhile.
     """
 
@@ -123,6 +128,7 @@ class DeltaProgress:
     refused: int = 0
     reason: str = ""
     catch_up_to: int | None = None
+    digest: bytes = b""
     forked: bool = False
 
     @property
@@ -145,13 +151,13 @@ class DeltaProgress:
 class DeltaPosition:
     """The current `DeltaProgress` of one generation, `now`: written by one follower, read by any thread.
 
-    `digest` is of the entry that was applied last, b"" until one was, and `is_chained` if that was of format 2; `heads`
-    are the digests of the last parts.
+    It begins with a snapshot's rows, or with copies of rows that had `sequence` applied. `is_chained` is whether its
+    entry is of format 2, as far as known; `heads` are the digests of the last parts.
     """
 
-    def __init__(self, delta_base: int = 0, last_delta: int = 0) -> None:
-        self.now = DeltaProgress(delta_base=delta_base, last_delta=last_delta, sequence=last_delta)
-        self.digest, self.is_chained, self.heads = b"", False, dict[int, bytes]()
+    def __init__(self, delta_base: int = 0, last_delta: int = 0, sequence: int = 0, digest: bytes = b"") -> None:
+        self.now = DeltaProgress(delta_base, last_delta, max(last_delta, sequence), digest=digest)
+        self.is_chained, self.heads = bool(digest), dict[int, bytes]()
 
     def snapshot(self) -> DeltaProgress:
         """Return all fields as of one moment."""
@@ -162,7 +168,7 @@ class DeltaPosition:
         """The last delta whose rows are here, contained ones included."""
         return self.now.sequence
 
-    def applied(self, sequence: int, published_at: float, rows: int, now: float) -> None:
+    def applied(self, sequence: int, published_at: float, rows: int, now: float, digest: bytes = b"") -> None:
         """Move past one delta: all of its rows are in place."""
         before, published = self.now, min(published_at, now)
         self.now = replace(
@@ -173,6 +179,7 @@ class DeltaPosition:
             fresh_at=published if before.fresh_at is None else max(before.fresh_at, published),
             rows=before.rows + rows,
             reason="",
+            digest=digest,
         )
 
     def seen(self, stream_last: int, looked_at: float) -> None:
@@ -276,6 +283,7 @@ class ShardNode:
                     delta_fresh_at=deltas.fresh_at,
                     delta_lag=deltas.lag,
                     delta_forks=self.forks[one.model, one.version],
+                    delta_digest=deltas.digest.hex(),
                     forked=deltas.forked,
                 )
             )

@@ -97,7 +97,7 @@ def _following(url: str, version: int, rows: FollowedRows) -> Iterator[None]:
 
     async def follow() -> None:
         registry = open_registry(url)
-        follower = DeltaFollower(registry, MODEL, version, rows)
+        follower = DeltaFollower(FleetRegistry(registry), MODEL, version, rows)
         try:
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(follower.run())

@@ -317,7 +317,7 @@ class _Documents(FastAPI):
                 return encode_access_counts(merged_by_table(sampler.estimated_lookups() for sampler in samplers))
 
             with service.lease(request.path_params["model"], parse_version("" if version == "0" else version)) as lease:
-                return Response(await asyncio.to_thread(file, lease.payload.access), media_type=BINARY)
+                return Response(await asyncio.to_thread(file, lease.payload.access()), media_type=BINARY)
 
         what = "How often rows were looked up in this process's memory, as a file of docs/snapshot-format.md"
         add(f"{_MODEL}/access-counts", counts, what, reads_body=True, right="admin", response_class=Response)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -43,7 +44,7 @@ _GAUGES = {
     ),
     "version_leases": ("Requests that use a version now.", _VERSION),
     "canary_share": ("Share of the requests that the canary gets.", _VERSION),
-    "degraded": ("1 if rows are older than max_staleness_s or a dense step allows, else 0.", ("model",)),
+    "degraded": ("1 if rows have forked, or are older than max_staleness_s or a dense step allows.", ("model",)),
 }
 _COUNTERS = {
     "rows_looked_up": ("Rows looked up by table and tier.", (*_NODE, "table", "tier")),
@@ -117,28 +118,29 @@ class Readiness:
     def degraded(self) -> dict[str, str]:
         """Return why a ready process is not as it should be: by model, rows or a dense step; by "", its registry."""
         live, now = self.versions.generations.live_versions(), self.wall_clock()
-        reasons = {"": problem} if (problem := self.registry_problem()) else {}
-        for model, limit_s in self._max_staleness_s.items():
-            served = [
-                staleness_s(version, now)
-                for _, info in self._reports.get(model, _Report()).nodes
-                for version in info.versions
-                if (version.model, version.version) == (model, live.get(model))
-            ]
-            ages = [age for age in served if age is not None]
+        reasons = defaultdict[str, list[str]](list)
+        if problem := self.registry_problem():
+            reasons[""].append(problem)
+        for model, report in self._reports.items():
+            key = model, live.get(model)
+            served = [each for _, info in report.nodes for each in info.versions if (each.model, each.version) == key]
+            if forked := sum(each.forked for each in served):
+                reasons[model].append(f"row updates of version {key[1]} have forked on {forked} of {len(served)} nodes")
+            ages = [age for each in served if (age := staleness_s(each, now)) is not None]
+            if (limit_s := self._max_staleness_s.get(model)) is None:
+                continue
             if len(ages) < len(served):
-                lacking = f"{len(served) - len(ages)} of {len(served)} nodes with version {live[model]}"
-                reasons[model] = f"{lacking} have not looked for deltas"
+                lacking = f"{len(served) - len(ages)} of {len(served)} nodes with version {key[1]}"
+                reasons[model].append(f"{lacking} have not looked for deltas")
             elif stale := sum(age > limit_s for age in ages):
-                reasons[model] = (
-                    f"rows of version {live[model]} are {max(ages):.1f} s behind on {stale} of {len(ages)} nodes; "
+                reasons[model].append(
+                    f"rows of version {key[1]} are {max(ages):.1f} s behind on {stale} of {len(ages)} nodes; "
                     f"max_staleness_s = {limit_s:g}"
                 )
         for generation in self.versions.generations.all():
             if live.get(generation.model) == generation.version and generation.payload.dense_fallback:
-                reason = generation.payload.dense_fallback
-                reasons[generation.model] = "; ".join(filter(None, (reasons.get(generation.model), reason)))
-        return reasons
+                reasons[generation.model].append(generation.payload.dense_fallback)
+        return {model: "; ".join(of_model) for model, of_model in reasons.items()}
 
     def begin_shutdown(self) -> None:
         """Not ready from now on."""

@@ -7,6 +7,7 @@ at a lower priority. Flip, canary and retirement are pointers of the service.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
 import threading
@@ -443,12 +444,20 @@ class FleetMember:
             return plan, shards, None
         # Runs after the keeper has ended and reported for the last time.
         closing.callback(self._hot_reports.pop, (model, version), None)
-        followed = self._open_registry, self._report_hot, self._hot_memory, self._hot_rows.get(model)
+        fleet = None if self._open_registry is None else self._open_fleet
+        followed = fleet, self._report_hot, self._hot_memory, self._hot_rows.get(model)
         keeper = HotRowsKeeper(config.hot_rows, snapshot, plan, partial(shards, ReplicaEvents()), *followed)
         closing.callback(keeper.close)
         self._hot_rows[model] = keeper.rows
         keeper.start()
         return plan, shards, keeper.rows
+
+    def _open_fleet(self) -> FleetRegistry:
+        """Open the registry once more, for another event loop; it must be the same one as well."""
+        assert self._open_registry is not None
+        fleet = copy.copy(self.fleet)
+        fleet.registry = self._open_registry()
+        return fleet
 
     def _report_hot(self, status: HotStatus) -> None:
         self._service.metrics.hot_rows(status)

@@ -91,7 +91,7 @@ class LoadOptions(Frozen):
 class LoadedVersion:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
-    `batcher` queues its requests; `access` has the counts of lookups that this process answers itself,
+    `batcher` queues its requests; `access` returns the counts of lookups that this process answers itself,
     without a shard node; `dense_step` is the newest step of weights that it may answer with, 0 for the snapshot's;
     `dense_record` its record; `dense_fallback` says why the snapshot's answer in place of a step, "" if they do not.
     """
@@ -105,7 +105,7 @@ class LoadedVersion:
         on_close: Callable[[], None],
         counter: VersionCounter,
         checked: CheckedVersion,
-        access: Sequence[LookupSampler],
+        access: Callable[[], Sequence[LookupSampler]],
     ) -> None:
         self.model, self.version = description.model, description.version
         self.schema, self.description = schema, description
@@ -179,8 +179,12 @@ class LoadedVersion:
         metrics.set_version("dtype_fallback", spec.model, snapshot.version, bool(checked.fallback))
         metrics.set_version("wire_fallback", spec.model, snapshot.version, bool(checked.wire_fallback))
         description = ModelInfo.of(snapshot, limits, checked.dtype, checked.fallback)
-        access = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
-        access += () if hot is None else (hot.access,)
+
+        def access() -> list[LookupSampler]:
+            # Of the rows that are here now: a node may have replaced those that it began with.
+            rows = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
+            return rows if hot is None else [*rows, hot.access]
+
         return cls(schema, description, batcher, takers, on_close, counter, checked, access)
 
     @property

@@ -26,8 +26,8 @@ from loader.deltas.chain import (
 )
 from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError, ShardrankError
 from loader.progress import ended
-from loader.registry.fleet import delta_stream
-from loader.registry.registry import MAX_SEQUENCE, Registry, StreamEntry
+from loader.registry.fleet import FleetRegistry, delta_stream
+from loader.registry.registry import MAX_SEQUENCE, StreamEntry
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.tables import Frozen
 from shard_node.buckets import Partition
@@ -84,7 +84,7 @@ class DeltaFollower:
 
     def __init__(
         self,
-        registry: Registry,
+        fleet: FleetRegistry,
         model: str,
         version: int,
         tables: FollowedRows,
@@ -92,7 +92,7 @@ class DeltaFollower:
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
         config: FollowerConfig = DEFAULT_CONFIG,
     ) -> None:
-        self._registry = registry
+        self._fleet, self._registry = fleet, fleet.registry
         self._model = model
         self._where = f"version {version} of model {model!r}"
         self._engine = tables.engine
@@ -104,20 +104,23 @@ class DeltaFollower:
         self._sleep = sleep
         self._config = config
         self._looked_at_end: float | None = None
+        self._last = MAX_SEQUENCE
         self._stopping = False
         self._silent = False
 
     async def run(self, until: int | None = None) -> None:
         """Follow the stream until cancelled; nothing writes rows any more when it ends.
 
-        With `until` it ends once that delta is applied, or one was refused. Raises DeltaError if the stream does not
-        have what comes next any more (`delta_gap`: the version must be staged anew, from a snapshot that contains
-        more), or not what was applied (`delta_fork`: these rows must be replaced).
+        With `until` it ends once that delta is applied, or one was refused, or the stream has lost it. Raises
+        DeltaError if the stream does not have what comes next any more (`delta_gap`: the version must be staged anew,
+        from a snapshot that contains more), or not what was applied (`delta_fork`: these rows must be replaced).
         """
         self._stopping = False
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"deltas-{self._model}")
         try:
-            while until is None or (self._position.sequence < until and not self._position.snapshot().reason):
+            while until is None or (
+                self._position.sequence < min(until, self._last) and not self._position.snapshot().reason
+            ):
                 await self._sleep(await self._round(executor))
         finally:
             # Waits for nothing: what was handed to it has ended.
@@ -159,8 +162,8 @@ class DeltaFollower:
                 batch.check_table(*(layout.tables[number] for number in slices))
                 written = self._engine.write_rows(slices if batch.column_dims else slices[0], batch.rows, batch.stored)
             position.heads.update(heads)
-            position.digest, position.is_chained = entry_digest(entry.payload), batch is not stated
-            position.applied(stated.sequence, stated.published_at, written, self._clock())
+            position.is_chained, digest = isinstance(stated, Commit), entry_digest(entry.payload)
+            position.applied(stated.sequence, stated.published_at, written, self._clock(), digest)
 
     def _is_next(self, entry: StreamEntry, stated: Commit | DeltaBatch) -> bool:
         """Return whether an entry follows what was applied, or was applied. Raises DeltaError if it is neither."""
@@ -176,19 +179,19 @@ class DeltaFollower:
                 kind="delta_gap",
             )
         # A snapshot may contain deltas that were lost: as long as no other was applied, it goes on from there.
-        if isinstance(stated, Commit) and position.digest:
-            allowed = (position.digest, NOTHING) if previous == sequence else ()
+        if isinstance(stated, Commit) and position.now.digest:
+            allowed = (position.now.digest, NOTHING) if previous == sequence else ()
             if stated.predecessor not in allowed:
                 raise self._fork(f"where {number} follows {previous} ({stated.predecessor.hex()})")
         return True
 
     def _check_same(self, entry: StreamEntry) -> None:
         digest = entry_digest(entry.payload)
-        if entry.sequence == self._position.sequence and self._position.digest not in (b"", digest):
+        if entry.sequence == self._position.sequence and self._position.now.digest not in (b"", digest):
             raise self._fork(f"where it is another one ({digest.hex()})")
 
     def _fork(self, what: str) -> DeltaError:
-        applied = f"{self._position.sequence} ({self._position.digest.hex()})"
+        applied = f"{self._position.sequence} ({self._position.now.digest.hex()})"
         return DeltaError(f"{self._where} has delta {applied} of {self._stream}, {what}", kind="delta_fork")
 
     async def _round(self, executor: ThreadPoolExecutor) -> float:
@@ -201,10 +204,14 @@ class DeltaFollower:
             if self._silent:
                 logger.info("%s: the registry answers again", self._where)
                 self._silent = False
-            self._position.seen(entries[-1].sequence if entries else after, looked_at)
             if not entries:
+                self._position.seen(after, looked_at)
                 return config.poll_s
+            last = entries[-1].sequence
             entries, parts = await self._read_parts(entries)
+            # Another fleet may have a stream of this name.
+            await self._fleet.check_identity()
+            self._position.seen(last, looked_at)
             started_at = time.perf_counter()
             work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries, parts)
             try:
@@ -256,6 +263,7 @@ class DeltaFollower:
         if self._looked_at_end is not None and 0 <= now - self._looked_at_end < self._config.check_end_s:
             return
         bounds, position, sequence = await self._registry.bounds(self._stream), self._position, self._position.sequence
+        await self._fleet.check_identity()
         if bounds.last < sequence and sequence > position.snapshot().last_delta:
             if bounds.last:
                 raise self._fork(f"which ends with {bounds.last}: it has lost what came after")
@@ -265,7 +273,8 @@ class DeltaFollower:
         if bounds.last == sequence and position.is_chained:
             for entry in await self._registry.read(self._stream, sequence - 1, 1):
                 self._check_same(entry)
-        self._looked_at_end = now
+                position.is_chained = is_commit(entry.payload)
+        self._looked_at_end, self._last = now, bounds.last
         position.seen(bounds.last, now)
 
 
@@ -286,7 +295,7 @@ def _read_partitions(tables: FollowedRows) -> dict[str, Partitions]:
 
 
 async def catch_up(
-    registry: Registry, model: str, version: int, tables: LoadedTables, limit_s: float | None = CATCH_UP_LIMIT_S
+    fleet: FleetRegistry, model: str, version: int, tables: LoadedTables, limit_s: float | None = CATCH_UP_LIMIT_S
 ) -> None:
     """Apply what its stream of deltas holds by now to tables that nobody uses yet; then nothing writes to them.
 
@@ -296,9 +305,11 @@ async def catch_up(
     deltas, until, reason, looked_at = tables.deltas, MAX_SEQUENCE, "", time.time()
     try:
         async with asyncio.timeout(limit_s):
-            until = (await registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
+            last = (await fleet.registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
+            await fleet.check_identity()
+            until = last
             deltas.seen(until, looked_at)
-            await DeltaFollower(registry, model, version, tables).run(until)
+            await DeltaFollower(fleet, model, version, tables).run(until)
     except TimeoutError:
         reason = f"not applied within {limit_s} s"
     except Exception as error:
@@ -314,10 +325,10 @@ class Followers:
     `gaps` are why versions that shall follow can't, `forks` count those that ended for a fork.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, fleet: FleetRegistry) -> None:
         self.gaps: dict[tuple[str, int], str] = {}
         self.forks = Counter[tuple[str, int]]()
-        self._registry = registry
+        self._fleet = fleet
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def reconcile(self, model: str, versions: Mapping[int, LoadedTables]) -> None:
@@ -328,7 +339,7 @@ class Followers:
         for version, tables in versions.items():
             before = self._tasks.get((model, version))
             if (before is None or before.done()) and not tables.deltas.snapshot().forked:
-                follower = DeltaFollower(self._registry, model, version, tables)
+                follower = DeltaFollower(self._fleet, model, version, tables)
                 task = asyncio.create_task(self._follow(model, version, follower), name=f"deltas {model} {version}")
                 self._tasks[model, version] = task
 

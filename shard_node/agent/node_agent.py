@@ -27,6 +27,7 @@ from loader.registry.fleet import (
     VersionReport,
     WantedModel,
     cut_reason,
+    delta_stream,
 )
 from loader.rollout.coverage import answering_version
 from loader.snapshot.reader import Snapshot
@@ -162,7 +163,7 @@ class NodeActions:
         self._memory = RowMemory(config.memory_cap_bytes)
         self._card_set = card_set
         self._store = open_store(config.store)
-        self._followers = Followers(fleet.registry)
+        self._followers = Followers(fleet)
         node.forks = self._followers.forks
         self._live: dict[str, int | None] = {}
         self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
@@ -227,8 +228,8 @@ class NodeActions:
         tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)
         try:
             if limit_s != 0:
-                await catch_up(self._fleet.registry, model, version, tables, limit_s)
-                await self._fleet.check_identity()
+                await catch_up(self._fleet, model, version, tables, limit_s)
+                self._followers.forks[model, version] += tables.deltas.snapshot().forked
             yield tables
         except BaseException:
             tables.close()
@@ -243,8 +244,7 @@ class NodeActions:
             loaded = {version: each for (name, version), each in self._generations().items() if name == model}
             if desired.live in loaded and loaded[desired.live].state != "live":
                 self._node.generations.flip(model, desired.live)
-            followed = () if self._fleet.foreign else desired.follow
-            follow = {version: loaded[version].payload for version in followed if version in loaded}
+            follow = {version: loaded[version].payload for version in desired.follow if version in loaded}
             await self._followers.reconcile(model, follow)
         for version, tables in follow.items():
             before = self._mending.get((model, version))
@@ -263,36 +263,54 @@ class NodeActions:
     async def _withdraw(self, model: str, version: int) -> None:
         async with self._changing[model]:
             await self._followers.stop(model, version)
-            generation = self._node.generations.retire(model, version)
-        while not generation.retired.is_set():  # noqa: ASYNC110  # set by threads
+            all_here = {(each.model, each.version): each for each in self._node.generations.all()}
+            # It drains already if it was to be staged anew.
+            generation = all_here.get((model, version))
+            if generation is not None and generation.state != "draining":
+                self._node.generations.retire(model, version)
+        while generation is not None and not generation.retired.is_set():  # noqa: ASYNC110  # set by threads
             await asyncio.sleep(_POLL_S)
 
     async def _mend(self, model: str, version: int) -> None:
-        """Replace rows of which the stream has forked by the snapshot's, with the deltas that the stream has now.
-
-        They are loaded beside. Where memory is not granted for both, the version is withdrawn, and so staged anew.
-        """
+        """Replace rows of which the stream has forked by the snapshot's, with the deltas that the stream has now."""
         try:
-            async with self._loaded(model, version, limit_s=None) as tables:
-                progress = tables.deltas.snapshot()
-                if progress.forked or not (progress.has_caught_up or progress.reason):
-                    raise DeltaError(progress.reason or "its deltas can't be read", kind="delta_fork")
-                async with self._changing[model]:
-                    await self._followers.stop(model, version)
-                    self._node.generations.replace(model, version, tables)
-            logger.warning("version %d of %s is mended: its rows have delta %d", version, model, progress.sequence)
-        except MemoryBudgetError as error:
-            logger.warning("version %d of %s is to be staged anew, not mended beside: %s", version, model, error)
-            await self._stage_anew(model, version)
+            try:
+                await self._mend_beside(model, version)
+            except MemoryBudgetError as error:
+                logger.warning("version %d of %s is to be staged anew, not mended beside: %s", version, model, error)
+                await self._stage_anew(model, version)
         except Exception as error:
             unforeseen = None if isinstance(error, ShardrankError) else error
             logger.error("version %d of %s is not mended yet: %s", version, model, error, exc_info=unforeseen)
             await asyncio.sleep(RETRY_S)
 
+    async def _mend_beside(self, model: str, version: int) -> None:
+        async with self._loaded(model, version, limit_s=None) as tables:
+            progress = tables.deltas.snapshot()
+            if progress.forked or not (progress.has_caught_up or progress.reason):
+                raise DeltaError(progress.reason or "its deltas can't be read", kind="delta_fork")
+            await self._check_stream(model, version)
+            async with self._changing[model]:
+                await self._followers.stop(model, version)
+                self._node.generations.replace(model, version, tables)
+        logger.warning("version %d of %s is mended: its rows have delta %d", version, model, progress.sequence)
+
+    async def _check_stream(self, model: str, version: int) -> None:
+        """Raise DeltaError if the registry was emptied since: rows stay then, as what is lost is not known."""
+        stream = delta_stream(model, self._node.generations.payload(model, version).deltas.snapshot().delta_base)
+        if not (await self._fleet.registry.bounds(stream)).last:
+            raise DeltaError(f"the registry has no {stream} any more", kind="delta_lost")
+
     async def _stage_anew(self, model: str, version: int) -> None:
+        """Withdraw a version, and so have it staged anew, once other replicas allow it."""
+        before = ""
         await asyncio.sleep(ANNOUNCED_S)
-        while not await self._may_go(model, version):  # noqa: ASYNC110  # other nodes change it
+        while obstacle := await self._obstacle(model, version):
+            if obstacle != before:
+                logger.warning("version %d of %s is not staged anew yet: %s", version, model, obstacle)
+            before = obstacle
             await asyncio.sleep(ANNOUNCED_S)
+        await self._check_stream(model, version)
         self._going.add((model, version))
         try:
             await asyncio.sleep(ANNOUNCED_S)
@@ -300,19 +318,23 @@ class NodeActions:
         finally:
             self._going.discard((model, version))
 
-    async def _may_go(self, model: str, version: int) -> bool:
-        """Return whether forked rows may go before others come: replica by replica, while another one answers."""
+    async def _obstacle(self, model: str, version: int) -> str:
+        """Return why forked rows may not go before others come: replica by replica, while another one answers."""
         nodes = {node.node_id: node for node in await self._fleet.nodes()}
         if (this := nodes.pop(self._config.node_id, None)) is None:
-            return False
+            return "the registry does not have this node"
         shard = attrgetter("kind", "num_shards", "shard_index")
         replicas = [node for node in nodes.values() if shard(node) == shard(this)]
-        reports = [(node.node_id, report) for node in replicas if (report := node.report(model, version)) is not None]
-        if any(report.state in ("waiting", "staging", "draining") for _, report in reports):
-            return False
-        if not (ready := [(node_id, report) for node_id, report in reports if report.state == "ready"]):
+        reports = {node.node_id: report for node in replicas if (report := node.report(model, version)) is not None}
+        waited_for = [
+            node_id
+            for node_id, report in sorted(reports.items())
+            if report.state in ("waiting", "staging", "draining")
+            or (report.state == "ready" and report.forked and node_id < this.node_id)
+        ]
+        if not waited_for and not any(report.state == "ready" for report in reports.values()):
             logger.error("version %d of %s has forked, and no other replica answers until it is staged", version, model)
-        return all(node_id > this.node_id for node_id, report in ready if report.forked)
+        return f"it comes after {', '.join(waited_for)}" if waited_for else ""
 
     def reports(self) -> Sequence[VersionReport]:
         """As `Actions.reports`. A version that can't take up its deltas is refused, unless it is live."""
@@ -363,6 +385,8 @@ class NodeActions:
             state = "not loaded yet" if report is None else f"{report.state} {report.reason}".rstrip()
             return f"version {version} is {state}"
         deltas = generation.payload.deltas.snapshot()
+        if deltas.forked:
+            return f"row updates of version {version} have forked: {deltas.reason}"
         if version not in desired.follow or deltas.has_caught_up:
             return ""
         until = "what its stream has" if deltas.catch_up_to is None else deltas.catch_up_to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import shutil
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ import pytest
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry import open_registry
+from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
@@ -35,7 +37,7 @@ from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shardrank_testing import bags as table_bags
 from shardrank_testing import nodes as running
-from shardrank_testing.deltas import StreamWriter, register_version
+from shardrank_testing.deltas import StreamWriter, make_batch, register_version
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import hot_keys, lookup, make_node, make_router
 
@@ -55,6 +57,7 @@ class Nodes:
         self.snapshot, self.stack = snapshot, stack
         self.plan = Plan.make(snapshot.spec, 2, "hash", replicate_bytes=0)
         self.registry = open_registry(folder / "registry")
+        self.fleet = FleetRegistry(self.registry)
         self.publisher = AsyncDeltaPublisher(self.registry, MODEL, snapshot.version)
         self.nodes: dict[tuple[int, int], ShardNode] = {}
         self.addresses: dict[tuple[int, int], Address] = {}
@@ -73,7 +76,7 @@ class Nodes:
     async def follow(self, *names: tuple[int, int]) -> Followers:
         """Have these nodes, or all, follow deltas; the last one by the followers that are returned."""
         for name in names or self.nodes:
-            followers = Followers(self.registry)
+            followers = Followers(self.fleet)
             payload = self.nodes[name].generations.payload(MODEL, self.snapshot.version)
             await followers.reconcile(MODEL, {self.snapshot.version: payload})
             self.stack.push_async_callback(followers.close)
@@ -96,11 +99,16 @@ class Nodes:
 
     async def keep(self, config: HotRowsConfig = STATIC, *, registry: bool = True, **more: Any) -> HotRowsKeeper:
         if registry:
-            more["registry"] = partial(open_registry, self._folder / "registry")
+            more["fleet"] = self._open_fleet
         keeper = HotRowsKeeper(config, self.snapshot, self.plan, self.connect, **more)
         self.stack.push_async_callback(asyncio.to_thread, keeper.close)
         await asyncio.to_thread(keeper.start)
         return keeper
+
+    def _open_fleet(self) -> FleetRegistry:
+        fleet = copy.copy(self.fleet)
+        fleet.registry = open_registry(self._folder / "registry")
+        return fleet
 
     def router(self, keeper: HotRowsKeeper) -> Router:
         router = make_router(self.snapshot, self.plan, self.connect(), keeper.rows)
@@ -340,3 +348,59 @@ def test_the_learned_rows_are_nearly_the_hottest(exponent):
                 counter.fold()
         learned = counter.fold().most_frequent(capacity).keys
         assert share_of_row[learned].sum() > ends[capacity - 1] - 0.02
+
+
+async def test_copies_never_follow_another_fleets_registry(nodes, tmp_path):
+    await nodes.fleet.check_identity(create=True)
+    keeper = await nodes.keep()
+    other, stream = open_registry(tmp_path / "other"), StreamWriter(SPEC)
+    await FleetRegistry(other).check_identity(create=True)
+    stream.write("user", [7], np.full((1, 16), 66.0))
+    await stream.put(other)
+    shutil.move(tmp_path / "registry", tmp_path / "away")
+    shutil.move(tmp_path / "other", tmp_path / "registry")
+    await asyncio.sleep(0.3)
+    assert keeper.rows.deltas.sequence == 0
+    np.testing.assert_array_equal(held(keeper.rows.current, "user")[7], exported(nodes.snapshot, "user", 7))
+    shutil.move(tmp_path / "registry", tmp_path / "other")
+    shutil.move(tmp_path / "away", tmp_path / "registry")
+    await nodes.publish("user", [7], 5.0)
+    await until(lambda: held(keeper.rows.current, "user")[7][0] == 5.0)
+    await other.close()
+
+
+@pytest.mark.parametrize("is_chained", [True, False])
+async def test_copies_are_dropped_after_nodes_forked_and_mended(nodes, tmp_path, is_chained):
+    """They do so in less than the keeper's interval between two polls, and with a restart nothing tells of a fork."""
+    stream = StreamWriter(SPEC) if is_chained else None
+    if stream is None:
+        batch = make_batch(SPEC, "user", 1, [7], np.full((1, 16), 1.0, np.float32))
+        await nodes.registry.append(delta_stream(MODEL, 1), 1, batch.encode())
+    else:
+        stream.write("user", [7], np.full((1, 16), 1.0))
+        await stream.put(nodes.registry)
+    followers = [await nodes.follow(name) for name in nodes.nodes]
+    await until(lambda: all(sequence_of(node) == 1 for node in nodes.nodes.values()))
+    keeper = await nodes.keep()
+    assert held(keeper.rows.current, "user")[7][0] == 1.0
+    shutil.rmtree(tmp_path / "registry" / "streams")
+    for (shard, replica), node, of_node in zip(nodes.nodes, nodes.nodes.values(), followers, strict=True):
+        await of_node.close()
+        tables = load_tables(nodes.snapshot, nodes.plan.partition(shard), nodes.plan.digest)
+        node.generations.replace(MODEL, nodes.snapshot.version, tables)
+        await nodes.follow((shard, replica))
+    stream = StreamWriter(SPEC)
+    stream.write("user", [107], np.full((1, 16), 2.0), sequence=2)
+    await stream.put(nodes.registry)
+    await until(lambda: all(sequence_of(node) == 2 for node in nodes.nodes.values()))
+    await until(lambda: bool(keeper.rows.current.keys.size) and held(keeper.rows.current, "user")[7][0] != 1.0)
+    np.testing.assert_array_equal(held(keeper.rows.current, "user")[7], exported(nodes.snapshot, "user", 7))
+
+
+async def test_copies_stay_while_a_shard_has_no_node_with_the_version(nodes, monkeypatch):
+    monkeypatch.setattr("router.hot_keeper.STATUS_EVERY_S", 0.05)
+    keeper = await nodes.keep()
+    for replica in range(2):
+        nodes.nodes[0, replica].generations.retire(MODEL, nodes.snapshot.version)
+    await asyncio.sleep(0.3)
+    assert keeper.rows.current.keys.size

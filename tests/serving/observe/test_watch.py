@@ -119,6 +119,8 @@ def test_rows_that_lag_are_reported_and_the_process_stays_ready(api_model):
                 position.applied(sequence, published_at=1041.0, rows=1, now=1042.0)
             assert await degraded() == {}
             assert delta_metric((await api.http.get("/metrics")).text, "delta_lag") == 0
+            position.refused("another delta 8", forked=True)
+            assert await degraded() == {MODEL: "row updates of version 1 have forked on 1 of 1 nodes"}
 
     run(main())
     service.close()

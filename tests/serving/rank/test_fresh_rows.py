@@ -18,6 +18,7 @@ import pytest
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import UnavailableError
 from loader.registry import open_registry
+from loader.registry.fleet import FleetRegistry
 from loader.registry.registry import Registry
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
@@ -201,7 +202,7 @@ class Replicas:
                 self.nodes.append(make_node(snapshot, Plan.make(snapshot.spec, 1, "hash", 1, 0), 0))
                 addresses.append(Address(path=f"{self.folder}/{number}.sock"))
                 await stack.enter_async_context(nodes.serving(addresses[-1], self.nodes[-1]))
-                followers = Followers(registry)
+                followers = Followers(FleetRegistry(registry))
                 await followers.reconcile(MODEL, {1: self.nodes[-1].generations.payload(MODEL, 1)})
                 stack.push_async_callback(followers.close)
             service = RankingService(expected_models=[MODEL])

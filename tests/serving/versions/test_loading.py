@@ -20,7 +20,9 @@ from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.versions.fleet_member import FleetMember
-from serving.versions.loaded_version import LoadedVersion
+from serving.versions.loaded_version import LoadedVersion, LoadOptions
+from shard_node.engine.loading import load_tables
+from shard_node.node import LocalShard
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.errors import raises_kind
@@ -155,6 +157,18 @@ def load(model, limits=None, **options):
     served = load_served_model(ModelSource(snapshot=model.path, **options), service)
     served.close()
     return served.description, service.metrics.render().decode()
+
+
+def test_lookups_are_counted_on_after_rows_were_replaced(api_model):
+    snapshot = Snapshot.open(api_model.path)
+    plan = Plan.make(snapshot.spec)
+    node = make_node(snapshot, plan, 0)
+    options = LoadOptions(dtype="float32")
+    served = LoadedVersion.load(snapshot, plan, lambda _: [LocalShard(node)], options, on_close=node.close)
+    tables = load_tables(snapshot, plan.partition(0), plan.digest)
+    node.generations.replace(MODEL, snapshot.version, tables)
+    assert served.access() == [tables.engine.access]
+    served.close()
 
 
 def test_other_than_golden_scores_are_refused_with_the_numbers(tmp_path, golden):

@@ -26,7 +26,7 @@ from loader.deltas.chain import NUM_PARTITIONS, Commit, Tail
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError
 from loader.registry import open_registry
-from loader.registry.fleet import delta_stream
+from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.registry.memory import MemoryRegistry
 from loader.registry.registry import StreamBounds, StreamEntry
 from loader.snapshot.codecs import codec_for
@@ -275,6 +275,9 @@ class Unsteady:
         entries = await self._registry.read(*arguments, **limits)
         return [entry for entry in entries if self.last_read is None or entry.sequence <= self.last_read]
 
+    async def get(self, key):
+        return await self._registry.get(key)
+
     async def read_rows(self, *arguments):
         return await self._registry.read_rows(*arguments)
 
@@ -412,7 +415,7 @@ async def check_chain(model: ChainModel) -> None:
         np.testing.assert_array_equal(stored_rows(model.tables.engine, "int8"), before)
         model.tables.close()
         model.tables = deltas.load_version(model.snapshot)
-        await catch_up(registry, MODEL, model.snapshot.version, model.tables)
+        await catch_up(FleetRegistry(registry), MODEL, model.snapshot.version, model.tables)
     else:
         assert outcome == ""
     model.applied = [each.tail.digest for each in entries if each.tail.sequence > model.last_delta]
@@ -436,6 +439,17 @@ async def test_lost_deltas_still_count_as_missing(scene):
         await scene.caught_up()
         await until(lambda: scene.position.snapshot().fresh_at > 2e9)
         assert scene.position.snapshot().lag == 0
+
+
+async def test_catching_up_ends_where_the_stream_has_lost_its_end(scene):
+    registry = Unsteady(scene.registry)
+    registry.last_read = 2
+    await scene.publish(3)
+    catching_up = asyncio.create_task(catch_up(FleetRegistry(registry), MODEL, 1, scene.tables, limit_s=None))
+    await until(lambda: scene.position.sequence == 2)
+    registry.reported = StreamBounds(1, 2)
+    await catching_up
+    assert not scene.position.snapshot().has_caught_up
 
 
 async def test_a_follower_without_memory_waits_for_it(scene, caplog):
@@ -596,7 +610,7 @@ async def test_an_interrupted_stop_starts_no_second_follower(scene, monkeypatch)
     monkeypatch.setattr(DeltaBatch, "decode", slow)
 
     await scene.registry.append(STREAM, 1, delta(1).payload)
-    followers = Followers(scene.registry)
+    followers = Followers(FleetRegistry(scene.registry))
     await followers.reconcile(MODEL, {1: scene.tables})
     await asyncio.to_thread(writing.wait)
     first = followers_running()

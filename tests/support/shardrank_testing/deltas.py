@@ -145,7 +145,7 @@ def load_version(
 
 def follow(registry: Registry, snapshot: Snapshot, tables: LoadedTables, **options) -> DeltaFollower:
     """The follower of a version's tables."""
-    return DeltaFollower(registry, snapshot.spec.model, snapshot.version, tables, **options)
+    return DeltaFollower(FleetRegistry(registry), snapshot.spec.model, snapshot.version, tables, **options)
 
 
 def stored_rows(engine: CpuEngine | CardEngine, table: str) -> npt.NDArray[np.uint8]:
