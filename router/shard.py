@@ -108,6 +108,11 @@ class _Lookup:
     may_hedge: bool = True
     timer: asyncio.TimerHandle | None = None
 
+    def answer_lagging(self) -> None:
+        """Answer with the newest rows of the replicas that lag; with forked ones only if there are no others."""
+        answers = [answer for answer in self.lagging if answer.age_ms < FORKED_AGE_MS] or self.lagging
+        self.answer.set_result(max(answers, key=lambda answer: (answer.sequence, -answer.age_ms)))
+
 
 class ReplicatedShard:
     """One shard of one model version and the nodes that serve it. Implements `Shard`; belongs to one event loop.
@@ -125,7 +130,7 @@ class ReplicatedShard:
 
     Attributes:
         min_sequence: the delta that rows must have, or a later one. A replica that lags behind it, or is forked, counts
-            as failed, and one beyond a lookup's bound is no answer to that; if all are, the newest answer is returned.
+            as failed, and one beyond a lookup's bound is no answer to that; if all are, or hang, the newest answers.
     """
 
     def __init__(
@@ -373,11 +378,12 @@ class ReplicatedShard:
                 self._outliers.failed(health)
         if lookup.untried:
             self._retry(lookup, error.kind, is_free=connection is None)
+        elif lookup.in_flight and lookup.lagging:
+            self._set_timer(lookup)
         if lookup.in_flight or lookup.answer.done():
             return
         if lookup.lagging:
-            answers = [answer for answer in lookup.lagging if answer.age_ms < FORKED_AGE_MS] or lookup.lagging
-            lookup.answer.set_result(max(answers, key=lambda answer: (answer.sequence, -answer.age_ms)))
+            lookup.answer_lagging()
         elif isinstance(error, DeadlineExceededError):
             lookup.answer.set_exception(error)
         else:
@@ -399,17 +405,17 @@ class ReplicatedShard:
             lookup.failures.append("no other replica was tried: the budget of hedges and retries is spent")
 
     def _set_timer(self, lookup: _Lookup) -> None:
-        """Set the lookup's timer to the next hedge, or to the deadline."""
+        """Set the lookup's timer to the next hedge, to when rows that lag are to answer, or to the deadline."""
         if lookup.timer is not None:
             lookup.timer.cancel()
         left_s = min(max(0.0, lookup.deadline - self._clock()), MAX_BUDGET_US / 1e6)
         may_hedge = bool(lookup.untried) and lookup.may_hedge
-        if may_hedge:
+        if may_hedge or lookup.lagging:
             left_s = min(self._outliers.patience_s, left_s / 2)
         lookup.timer = lookup.answer.get_loop().call_later(left_s, self._on_timer, lookup, may_hedge)
 
     def _on_timer(self, lookup: _Lookup, may_hedge: bool) -> None:
-        """Hedge, or end a lookup at its deadline."""
+        """Hedge, or end a lookup: with an answer that lags, or at its deadline."""
         if lookup.answer.done():
             return
         if may_hedge:
@@ -422,6 +428,9 @@ class ReplicatedShard:
                 self._outliers.failed(attempt.replica.health)
             state = "not connected" if attempt.connection is None else "no reply"
             lookup.failures.append(f"{address}: {state} after {waited_s:.3f} s")
+        if lookup.lagging:
+            lookup.answer_lagging()
+            return
         reasons = "; ".join(lookup.failures)
         lookup.answer.set_exception(
             DeadlineExceededError(f"{self._name}: deadline passed before the answer ({reasons})")
