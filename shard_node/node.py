@@ -159,10 +159,6 @@ class DeltaPosition:
         self.now = DeltaProgress(delta_base, last_delta, max(last_delta, sequence), digest=digest)
         self.is_chained, self.heads = bool(digest), dict[int, bytes]()
 
-    def snapshot(self) -> DeltaProgress:
-        """Return all fields as of one moment."""
-        return self.now
-
     @property
     def sequence(self) -> int:
         """The last delta whose rows are here, contained ones included."""
@@ -269,7 +265,7 @@ class ShardNode:
         cards: list[CardsReport] = []
         for one in self.generations.all():
             tables = one.payload
-            engine, deltas = tables.engine, tables.deltas.snapshot()
+            engine, deltas = tables.engine, tables.deltas.now
             version: dict[str, Any] = {"model": one.model, "version": one.version}
             versions.append(
                 ServedVersion(
@@ -321,15 +317,12 @@ class Shard(Protocol):
         `forms` are what the answer may have in addition to float32 sums; it need not have it. The answer fits the
         bags, and is within `forms.bound` if that of some replica is. Raises ShardrankError, now or by the future.
         """
-        ...
 
     async def infos(self) -> list[tuple[str, NodeInfo]]:
         """Return what each of the shard's nodes serves, by its address."""
-        ...
 
     async def close(self) -> None:
         """End connections. Idempotent."""
-        ...
 
 
 class LocalShard:

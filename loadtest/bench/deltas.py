@@ -205,18 +205,18 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, forked_rows: int, rows
             return {"p50 of a lookup": p50_ms, "p99 of a lookup": p99_ms, "lookups": len(times) / seconds}
 
         def with_deltas(number: int) -> Values:
-            before = followed.deltas.snapshot().rows
+            before = followed.deltas.now.rows
             with _training(url, tables, rows_per_s):
-                _wait_for(lambda: followed.deltas.snapshot().rows > before, "no deltas came")
-                first, started_at = followed.deltas.snapshot().rows, time.perf_counter()
+                _wait_for(lambda: followed.deltas.now.rows > before, "no deltas came")
+                first, started_at = followed.deltas.now.rows, time.perf_counter()
                 values = without_deltas(number)
-                progress, took_s = followed.deltas.snapshot(), time.perf_counter() - started_at
+                progress, took_s = followed.deltas.now, time.perf_counter() - started_at
                 staleness_s = progress.age_ms(time.time()) / 1000
             if progress.refused:
                 raise LoadError(f"{progress.refused} deltas were refused")
             stopped_at = time.time()
             # Fresh as of a moment after the last append: nothing waits.
-            _wait_for(lambda: (followed.deltas.snapshot().fresh_at or 0) >= stopped_at, "deltas were not applied")
+            _wait_for(lambda: (followed.deltas.now.fresh_at or 0) >= stopped_at, "deltas were not applied")
             return {**values, "rows applied": (progress.rows - first) / took_s, "staleness": staleness_s}
 
         without_deltas(0)

@@ -133,11 +133,9 @@ class Actions(Protocol):
 
         What is held and not named is retired: name what still answers requests, too.
         """
-        ...
 
     def loaded(self) -> Collection[tuple[str, int]]:
         """Return (model, version) of all that is staged here in full and not withdrawn."""
-        ...
 
     async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version; it is held afterwards.
@@ -145,23 +143,18 @@ class Actions(Protocol):
         `tell` is given the progress, 0 to 1, from any thread. After an exception with `http_status` 503 or 504 it is
         tried again, after any other the version is refused. On CancelledError it must free all before it ends.
         """
-        ...
 
     async def reconcile(self, desired: WantedModel) -> bool:
         """Set pointers and followers as far as versions are held; repeatable. True if all of it is in effect."""
-        ...
 
     async def retire(self, model: str, version: int) -> None:
         """Withdraws a version that is held; returns when its memory is freed."""
-        ...
 
     def reports(self) -> Sequence[VersionReport]:
         """Report each version that is held, in state `ready`."""
-        ...
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """Return what is to be announced."""
-        ...
 
 
 class AgentConfig(Frozen):

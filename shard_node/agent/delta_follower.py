@@ -98,7 +98,7 @@ class DeltaFollower:
         self._engine = tables.engine
         self._position = tables.deltas
         self._partitions = _read_partitions(tables)
-        self._delta_base = tables.deltas.snapshot().delta_base
+        self._delta_base = tables.deltas.now.delta_base
         self._stream = delta_stream(model, self._delta_base)
         self._clock = clock
         self._sleep = sleep
@@ -118,9 +118,7 @@ class DeltaFollower:
         self._stopping = False
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"deltas-{self._model}")
         try:
-            while until is None or (
-                self._position.sequence < min(until, self._last) and not self._position.snapshot().reason
-            ):
+            while until is None or (self._position.sequence < min(until, self._last) and not self._position.now.reason):
                 await self._sleep(await self._round(executor))
         finally:
             # Waits for nothing: what was handed to it has ended.
@@ -196,7 +194,7 @@ class DeltaFollower:
 
     async def _round(self, executor: ThreadPoolExecutor) -> float:
         """Read and apply what comes next. Return for how long to pause. Raises DeltaError as `run`."""
-        config, refused = self._config, self._position.snapshot().reason
+        config, refused = self._config, self._position.now.reason
         try:
             await self._check_end()
             looked_at, after = self._clock(), self._position.sequence
@@ -264,7 +262,7 @@ class DeltaFollower:
             return
         bounds, position, sequence = await self._registry.bounds(self._stream), self._position, self._position.sequence
         await self._fleet.check_identity()
-        if bounds.last < sequence and sequence > position.snapshot().last_delta:
+        if bounds.last < sequence and sequence > position.now.last_delta:
             if bounds.last:
                 raise self._fork(f"which ends with {bounds.last}: it has lost what came after")
             # No stream says nothing of these rows.
@@ -305,7 +303,7 @@ async def catch_up(
     deltas, until, reason, looked_at = tables.deltas, MAX_SEQUENCE, "", time.time()
     try:
         async with asyncio.timeout(limit_s):
-            last = (await fleet.registry.bounds(delta_stream(model, deltas.snapshot().delta_base))).last
+            last = (await fleet.registry.bounds(delta_stream(model, deltas.now.delta_base))).last
             await fleet.check_identity()
             until = last
             deltas.seen(until, looked_at)
@@ -315,7 +313,7 @@ async def catch_up(
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if deltas.sequence < until:
-        reason = reason or deltas.snapshot().reason
+        reason = reason or deltas.now.reason
         logger.error("version %d of %s is loaded without deltas after %d: %s", version, model, deltas.sequence, reason)
 
 
@@ -338,7 +336,7 @@ class Followers:
                 await self.stop(model, version)
         for version, tables in versions.items():
             before = self._tasks.get((model, version))
-            if (before is None or before.done()) and not tables.deltas.snapshot().forked:
+            if (before is None or before.done()) and not tables.deltas.now.forked:
                 follower = DeltaFollower(self._fleet, model, version, tables)
                 task = asyncio.create_task(self._follow(model, version, follower), name=f"deltas {model} {version}")
                 self._tasks[model, version] = task

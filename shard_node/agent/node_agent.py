@@ -229,7 +229,7 @@ class NodeActions:
         try:
             if limit_s != 0:
                 await catch_up(self._fleet, model, version, tables, limit_s)
-                self._followers.forks[model, version] += tables.deltas.snapshot().forked
+                self._followers.forks[model, version] += tables.deltas.now.forked
             yield tables
         except BaseException:
             tables.close()
@@ -248,7 +248,7 @@ class NodeActions:
             await self._followers.reconcile(model, follow)
         for version, tables in follow.items():
             before = self._mending.get((model, version))
-            if tables.deltas.snapshot().forked and (before is None or before.done()):
+            if tables.deltas.now.forked and (before is None or before.done()):
                 mending = asyncio.create_task(self._mend(model, version), name=f"mend {model} {version}")
                 self._mending[model, version] = mending
         return set(self.desired_versions(desired)) == set(loaded)
@@ -286,7 +286,7 @@ class NodeActions:
 
     async def _mend_beside(self, model: str, version: int) -> None:
         async with self._loaded(model, version, limit_s=None) as tables:
-            progress = tables.deltas.snapshot()
+            progress = tables.deltas.now
             if progress.forked or not (progress.has_caught_up or progress.reason):
                 raise DeltaError(progress.reason or "its deltas can't be read", kind="delta_fork")
             await self._check_stream(model, version)
@@ -297,7 +297,7 @@ class NodeActions:
 
     async def _check_stream(self, model: str, version: int) -> None:
         """Raise DeltaError if the registry was emptied since: rows stay then, as what is lost is not known."""
-        stream = delta_stream(model, self._node.generations.payload(model, version).deltas.snapshot().delta_base)
+        stream = delta_stream(model, self._node.generations.payload(model, version).deltas.now.delta_base)
         if not (await self._fleet.registry.bounds(stream)).last:
             raise DeltaError(f"the registry has no {stream} any more", kind="delta_lost")
 
@@ -384,7 +384,7 @@ class NodeActions:
         if report is None or report.state != "ready" or generation is None:
             state = "not loaded yet" if report is None else f"{report.state} {report.reason}".rstrip()
             return f"version {version} is {state}"
-        deltas = generation.payload.deltas.snapshot()
+        deltas = generation.payload.deltas.now
         if deltas.forked:
             return f"row updates of version {version} have forked: {deltas.reason}"
         if version not in desired.follow or deltas.has_caught_up:
@@ -415,7 +415,7 @@ class NodeActions:
 
     def _report(self, model: str, version: int, generation: Generation[LoadedTables]) -> VersionReport:
         tables = generation.payload
-        deltas = tables.deltas.snapshot()
+        deltas = tables.deltas.now
         gap = self._followers.gaps.get((model, version), "")
         tiers = Counter[str]()
         for use in tables.engine.memory():

@@ -64,7 +64,6 @@ class WritableRows(Protocol):
     @property
     def layout(self) -> TableLayout:
         """The tables, in the order in which `KeyedBags.keys` numbers them."""
-        ...
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """Replace rows, between pooling: a `pool` sees each of them as it was before, or as it is now.
@@ -78,7 +77,6 @@ class WritableRows(Protocol):
         no such table or row, or arrays of another shape or dtype, MemoryBudgetError if there is no memory for what has
         to be changed. Nothing was written then.
         """
-        ...
 
 
 class Engine(WritableRows, Protocol):
@@ -91,32 +89,25 @@ class Engine(WritableRows, Protocol):
         order given. An empty bag gives zeros; a group without bags gives [0, embedding_dim]. Raises InvalidBagsError
         for a row that is outside its table or not on this engine.
         """
-        ...
 
     def answer(self, bags: KeyedBags) -> Answer:
         """Pool as `pool`, or give the rows of tables that `travel_as_stored`, as they are, where this engine can.
 
         All of the answer is of one moment between two `write_rows`. Raises as `pool`.
         """
-        ...
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Bytes held, by card and tier."""
-        ...
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
         """Counters by table and tier."""
-        ...
 
     @property
     def access(self) -> LookupSampler:
         """How often each row was looked up here. What is answered before it gets here, by hot rows, is not in it."""
-        ...
 
     def cards(self) -> CardsUse | None:
         """Return the cards that its rows lie on; None if it pools on the CPU."""
-        ...
 
     def close(self) -> None:
         """Frees the rows. No `pool` or `write_rows` may be running."""
-        ...

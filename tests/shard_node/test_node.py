@@ -137,16 +137,16 @@ def test_rows_and_their_delta_are_of_one_generation(node, tables, monkeypatch, a
 
 def test_a_position_is_behind_until_all_deltas_are_applied():
     position = DeltaPosition(delta_base=3, last_delta=7)
-    assert (position.sequence, position.snapshot().published_at) == (7, None)
-    assert position.snapshot().age_ms(100.0) == UNKNOWN_AGE_MS
+    assert (position.sequence, position.now.published_at) == (7, None)
+    assert position.now.age_ms(100.0) == UNKNOWN_AGE_MS
     position = DeltaPosition(1, 0)
     position.seen(2, 100.0)
     position.seen(3, 101.0)
-    assert (position.snapshot().fresh_at, position.snapshot().lag) == (None, 3)
+    assert (position.now.fresh_at, position.now.lag) == (None, 3)
     for sequence in (1, 2, 3):
         position.applied(sequence, 90.0 + sequence, 10, 102.0)
     position.seen(3, 103.0)
-    progress = position.snapshot()
+    progress = position.now
     assert (progress.fresh_at, progress.lag, progress.rows) == (103.0, 0, 30)
     assert progress.published_at == 93.0
 
@@ -154,30 +154,30 @@ def test_a_position_is_behind_until_all_deltas_are_applied():
 def test_a_position_catches_up_with_the_first_look():
     """Deltas that are published later do not count, and nothing makes it fall behind again."""
     position = DeltaPosition(1, 0)
-    assert not position.snapshot().has_caught_up
+    assert not position.now.has_caught_up
     position.seen(2, 100.0)
     found = []
     for sequence in (1, 2, 3):
         position.seen(9, 101.0)
-        found.append(position.snapshot().has_caught_up)
+        found.append(position.now.has_caught_up)
         position.applied(sequence, 90.0, 10, 102.0)
-    assert [*found, position.snapshot().has_caught_up] == [False, False, True, True]
+    assert [*found, position.now.has_caught_up] == [False, False, True, True]
 
 
 def test_age_counts_from_the_last_complete_moment():
     """A reason stays until the next delta is applied."""
     position = DeltaPosition(1, 0)
     position.seen(0, 100.0)
-    assert position.snapshot().age_ms(100.5) == 500
+    assert position.now.age_ms(100.5) == 500
     position.seen(5, 110.0)
     position.refused("corrupt")
     position.seen(5, 110.0)
-    assert (position.snapshot().reason, position.snapshot().refused) == ("corrupt", 1)
-    assert position.snapshot().age_ms(110.0) == 10_000
+    assert (position.now.reason, position.now.refused) == ("corrupt", 1)
+    assert position.now.age_ms(110.0) == 10_000
     position.applied(1, 104.0, 1, 111.0)
-    assert position.snapshot().reason == ""
-    assert position.snapshot().age_ms(111.0) == 7000
+    assert position.now.reason == ""
+    assert position.now.age_ms(111.0) == 7000
     # A publisher's clock that is ahead makes nothing fresher than now.
     position.applied(2, 500.0, 1, 112.0)
-    assert position.snapshot().age_ms(112.0) == 0
-    assert position.snapshot().published_at == 500.0
+    assert position.now.age_ms(112.0) == 0
+    assert position.now.published_at == 500.0

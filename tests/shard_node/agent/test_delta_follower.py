@@ -145,7 +145,7 @@ async def test_published_deltas_are_applied(scene):
         await scene.caught_up()
         await scene.publish(25)
         await scene.caught_up()
-        progress = scene.position.snapshot()
+        progress = scene.position.now
         assert (progress.sequence, progress.lag, progress.refused) == (30, 0, 0)
         assert progress.rows > 30
     scene.check()
@@ -223,8 +223,8 @@ async def test_a_wrong_delta_is_refused_and_holds_up_later_ones(scene, bad, capl
         await scene.registry.append(STREAM, number, appended)
     scene.state["int8"][1] = 1.0
     async with scene.following():
-        await until(lambda: scene.position.snapshot().refused >= 3)
-        progress = scene.position.snapshot()
+        await until(lambda: scene.position.now.refused >= 3)
+        progress = scene.position.now
         assert (progress.sequence, progress.lag) == (1, 2)
         assert message in progress.reason
         assert caplog.text.count(progress.reason) == 1  # logged once, counted each time
@@ -241,7 +241,7 @@ async def test_duplicates_are_skipped_and_gaps_refused(scene):
         follower.apply([delta(2, published_at=9.0)], {})
     assert scene.position.sequence == 2
     follower.apply([first, second, third, second, fourth], {})
-    assert (scene.position.sequence, scene.position.snapshot().rows) == (4, 4)
+    assert (scene.position.sequence, scene.position.now.rows) == (4, 4)
 
 
 async def test_a_publisher_that_knows_no_digests_begins_new_chains(scene):
@@ -304,19 +304,19 @@ async def test_an_empty_registry_is_waited_for_and_a_lost_end_is_a_fork(scene):
     following = asyncio.create_task(scene.follower(registry=registry).run())
     await scene.caught_up()
     registry.reported = StreamBounds(0, 0)
-    await until(lambda: f"has delta 3, but the registry has no {STREAM}" in scene.position.snapshot().reason)
+    await until(lambda: f"has delta 3, but the registry has no {STREAM}" in scene.position.now.reason)
     await scene.publish()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert (scene.position.sequence, scene.position.snapshot().forked) == (3, False)
+    assert (scene.position.sequence, scene.position.now.forked) == (3, False)
     registry.reported = None
     await scene.caught_up()
-    assert scene.position.snapshot().reason == ""
+    assert scene.position.now.reason == ""
     scene.check()
     registry.reported = StreamBounds(1, 2)
     with raises_kind("delta_fork", match=rf"has delta 4 \(.*\) of {STREAM}, which ends with 2"):
         await following
-    assert (scene.position.sequence, scene.position.snapshot().forked) == (4, True)
+    assert (scene.position.sequence, scene.position.now.forked) == (4, True)
 
 
 CHAIN_STEPS = st.one_of(
@@ -362,11 +362,11 @@ async def follow_once(registry, snapshot: Snapshot, tables) -> str:
     """Follow until all that there is was read; the kind of the error if it can't be."""
     clock = iter(range(1, 1 << 40))
     follower = deltas.follow(registry, snapshot, tables, config=CONFIG, clock=lambda: float(next(clock)))
-    last, before = (await registry.bounds(STREAM)).last, tables.deltas.snapshot()
+    last, before = (await registry.bounds(STREAM)).last, tables.deltas.now
     task = asyncio.create_task(follower.run())
 
     def is_done() -> bool:
-        now = tables.deltas.snapshot()
+        now = tables.deltas.now
         return task.done() or now.refused > before.refused or (now.sequence >= last and now.fresh_at is not None)
 
     # Kept by the position: what an earlier follower saw.
@@ -375,7 +375,7 @@ async def follow_once(registry, snapshot: Snapshot, tables) -> str:
     task.cancel()
     await asyncio.wait([task])
     error = None if task.cancelled() else task.exception()
-    return getattr(error, "kind", "") or tables.deltas.snapshot().reason
+    return getattr(error, "kind", "") or tables.deltas.now.reason
 
 
 @given(st.lists(CHAIN_STEPS, max_size=14))
@@ -429,16 +429,16 @@ async def test_lost_deltas_still_count_as_missing(scene):
     looks = iter(range(1, 10**9))
     async with scene.following(registry=registry, clock=lambda: 2e9 + next(looks)):
         await until(lambda: scene.position.sequence == 2)
-        assert (scene.position.snapshot().stream_last, scene.position.snapshot().lag) == (3, 1)
+        assert (scene.position.now.stream_last, scene.position.now.lag) == (3, 1)
         registry.reported, registry.last_read = StreamBounds(0, 0), 0
-        fresh, now = scene.position.snapshot().fresh_at, next(looks)
+        fresh, now = scene.position.now.fresh_at, next(looks)
         await until(lambda: next(looks) > now + 50)
         # The registry does not report a delta 3 any more, but its rows were changed, and not here.
-        assert (scene.position.snapshot().lag, scene.position.snapshot().fresh_at) == (1, fresh)
+        assert (scene.position.now.lag, scene.position.now.fresh_at) == (1, fresh)
         registry.reported = registry.last_read = None
         await scene.caught_up()
-        await until(lambda: scene.position.snapshot().fresh_at > 2e9)
-        assert scene.position.snapshot().lag == 0
+        await until(lambda: scene.position.now.fresh_at > 2e9)
+        assert scene.position.now.lag == 0
 
 
 async def test_catching_up_ends_where_the_stream_has_lost_its_end(scene):
@@ -449,7 +449,7 @@ async def test_catching_up_ends_where_the_stream_has_lost_its_end(scene):
     await until(lambda: scene.position.sequence == 2)
     registry.reported = StreamBounds(1, 2)
     await catching_up
-    assert not scene.position.snapshot().has_caught_up
+    assert not scene.position.now.has_caught_up
 
 
 async def test_a_follower_without_memory_waits_for_it(scene, caplog):
@@ -460,14 +460,14 @@ async def test_a_follower_without_memory_waits_for_it(scene, caplog):
     scene.tables = load.run(load.take(memory))
     await scene.publish(3)
     async with scene.following():
-        await until(lambda: scene.position.snapshot().refused >= 3)
-        assert scene.position.snapshot().reason == "version 1 of model 'fresh' has no memory for the next delta"
+        await until(lambda: scene.position.now.refused >= 3)
+        assert scene.position.now.reason == "version 1 of model 'fresh' has no memory for the next delta"
         assert_stored(scene.tables.engine, scene.snapshot)
         (logged,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
         assert f"rows take {CLAIM_BYTES} bytes, but {free_bytes} are available" in logged.getMessage()
         free_bytes += 1
         await scene.caught_up()
-        assert (scene.position.snapshot().reason, memory.held_bytes) == ("", CLAIM_BYTES)
+        assert (scene.position.now.reason, memory.held_bytes) == ("", CLAIM_BYTES)
     scene.check()
 
 
