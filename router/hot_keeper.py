@@ -228,7 +228,7 @@ class HotRowsKeeper:
         self.rows.deltas = DeltaPosition(delta_base, last_delta, at.delta_sequence, digest)
         work = [self._choose(shards), self._report_often(shards, follows=fleet is not None)]
         if fleet is not None:
-            work.append(DeltaFollower(fleet, self._model, self._version, self.rows).run())
+            work.append(DeltaFollower(fleet, self._model, self._version, self.rows, self.rows.deltas).run())
         tasks = [asyncio.create_task(each) for each in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

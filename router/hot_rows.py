@@ -215,14 +215,12 @@ class HotRows:
         current: the set in use.
         access: how often each row was looked up here; nodes never hear of these lookups.
         deltas: how far its rows are along their stream of deltas.
-        partition: None, since any row may be hot.
     """
 
     def __init__(self, layout: TableLayout, learned: AccessCounter | None = None) -> None:
         self.layout, self.learned = layout, learned
         self.access = LookupSampler(layout)
         self.deltas = DeltaPosition()
-        self.partition = None
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._empty = HotSet(layout, np.empty(0, np.int64))
@@ -230,11 +228,6 @@ class HotRows:
         self.current = self._pending = self._retired = self._empty
         self._written: tuple[int | tuple[int, ...], Int64Array, StoredRows] | None = None
         self._counts = np.zeros((2, len(layout.tables)), np.int64)
-
-    @property
-    def engine(self) -> HotRows:
-        """Itself: where a follower of deltas writes rows."""
-        return self
 
     def counts(self) -> tuple[Int64Array, Int64Array]:
         """Return lookups of each table since the last call, int64 [tables], and those that found their row."""

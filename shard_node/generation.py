@@ -173,11 +173,6 @@ class Generations(Generic[Payload]):
             self.free(generation)
         return generations
 
-    def models(self) -> list[str]:
-        """Return the models that have a live version, sorted."""
-        with self.lock:
-            return sorted(self._live)
-
     def live(self) -> list[Generation[Payload]]:
         """Return the live generation of every model that has one."""
         with self.lock:

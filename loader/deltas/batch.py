@@ -34,11 +34,11 @@ MAX_BATCH_ROWS: Final = 8192
 """Rows of one delta; a publisher cuts what is more."""
 MAX_BATCH_BYTES: Final = 4 << 20
 """Bytes of one delta's rows and row numbers; at least one row is always allowed."""
-_CHECKSUM_BYTES = 16
+DIGEST_BYTES: Final = 16
 # sequence, delta_base, base_version, published_at, rows, row_bytes, embedding_dim, dtype, bytes of both names, column
 # slices, zeros
 _HEADER = struct.Struct("<QQQdIIIHHHH4s")
-_BODY_START = len(MAGIC) + _CHECKSUM_BYTES
+_BODY_START = len(MAGIC) + DIGEST_BYTES
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 
 
@@ -169,14 +169,14 @@ class DeltaBatch:
         header += struct.pack(f"<{len(self.column_dims)}I", *self.column_dims) + model + table
         rows, padding = self.rows.astype("<i8", copy=False), bytes(-len(header) % 8)
         body = b"".join([header, padding, rows.tobytes(), self.stored.tobytes()])
-        return MAGIC + _checksum(body) + body
+        return MAGIC + digest_of(body) + body
 
     @classmethod
     def decode(cls, payload: bytes) -> DeltaBatch:
         """Read what `encode` wrote; `rows` and `stored` are read-only views of `payload`. Raises DeltaFormatError."""
         if len(payload) < _BODY_START + _HEADER.size or payload[: len(MAGIC)] != MAGIC:
             raise DeltaFormatError(f"{len(payload)} bytes that begin with {payload[:8]!r} are no delta")
-        if _checksum(memoryview(payload)[_BODY_START:]) != payload[len(MAGIC) : _BODY_START]:
+        if digest_of(memoryview(payload)[_BODY_START:]) != payload[len(MAGIC) : _BODY_START]:
             raise DeltaFormatError(f"a delta of {len(payload)} bytes does not have the checksum that it states")
         sequence, base, trained_from, published_at, *sizes = _HEADER.unpack_from(payload, _BODY_START)
         count, row_bytes, dim, dtype, model_bytes, table_bytes, num_slices, _ = sizes
@@ -260,8 +260,9 @@ class DeltaBatch:
             raise DeltaFormatError(f"{self.name}: rows must ascend within 0..{MAX_NUM_EMBEDDINGS - 1}, none twice")
 
 
-def _checksum(body: bytes | memoryview) -> bytes:
-    return xxhash.xxh3_128_intdigest(body).to_bytes(_CHECKSUM_BYTES, "little")
+def digest_of(content: bytes | memoryview) -> bytes:
+    """Return the XXH3-128 of some bytes."""
+    return xxhash.xxh3_128_intdigest(content).to_bytes(DIGEST_BYTES, "little")
 
 
 StoredRows: TypeAlias = tuple[TableSpec, Int64Array, ByteArray]

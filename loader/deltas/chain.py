@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import Annotated, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from loader.deltas.batch import DeltaBatch
+from loader.deltas.batch import DIGEST_BYTES, DeltaBatch, digest_of
 from loader.errors import DeltaError, DeltaFormatError
 from loader.snapshot.buckets import Int64Array, RowBuckets
 from loader.snapshot.tables import RowDtype, TableSpec
@@ -26,7 +25,6 @@ from loader.snapshot.tables import RowDtype, TableSpec
 MAGIC: Final = b"SRDELTA2"
 FORMAT: Final = 2
 NUM_PARTITIONS: Final = 256
-DIGEST_BYTES: Final = 16
 HEADS_BYTES: Final = NUM_PARTITIONS * DIGEST_BYTES
 WRITE_ROWS: Final = 0
 """The only operation so far: complete rows by row number."""
@@ -75,11 +73,6 @@ def is_commit(payload: bytes) -> bool:
 def entry_digest(payload: bytes) -> bytes:
     """Return what the next commit has to name, of an entry of either format."""
     return payload[len(MAGIC) : _COMMIT_START] if is_commit(payload) else digest_of(payload)
-
-
-def digest_of(content: bytes | memoryview) -> bytes:
-    """Return the XXH3-128 of some bytes."""
-    return xxhash.xxh3_128_intdigest(content).to_bytes(DIGEST_BYTES, "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,20 +192,15 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
         numbers = np.concatenate(rows)
         order = numbers.argsort(kind="stable")
         batch = DeltaBatch(
-            model=self.model,
-            delta_base=self.delta_base,
-            base_version=self.base_version,
-            sequence=self.sequence,
-            published_at=self.published_at,
-            table=self.table,
-            dtype=self.dtype,
-            embedding_dim=self.embedding_dim,
+            **{name: getattr(self, name) for name in _OF_BATCH},
             rows=numbers.take(order),
             stored=np.concatenate(stored).take(order, axis=0),
-            column_dims=self.column_dims,
         )
         batch.check()
         return batch, digests
+
+
+_OF_BATCH = sorted({field.name for field in fields(DeltaBatch)} & set(Commit.__struct_fields__))
 
 
 def encode_commit(
@@ -240,19 +228,11 @@ def encode_commit(
         begin = end
     content = msgspec.msgpack.encode(
         Commit(
-            model=batch.model,
-            delta_base=batch.delta_base,
-            base_version=batch.base_version,
-            sequence=batch.sequence,
+            **{name: getattr(batch, name) for name in _OF_BATCH},
             previous=tail.sequence,
             predecessor=tail.digest,
-            published_at=batch.published_at,
             token=token,
-            table=batch.table,
-            dtype=batch.dtype,
-            embedding_dim=batch.embedding_dim,
             row_bytes=row_bytes,
-            column_dims=batch.column_dims,
             parts_digest=digest_of(b"".join(pieces[::2])),
             sizes=np.where(counts, _PART_START + counts * (8 + row_bytes), 0).astype("<u4").tobytes(),
         )

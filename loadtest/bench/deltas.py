@@ -34,7 +34,7 @@ from loadtest.bench.harness import (
 )
 from loadtest.errors import LoadError
 from router.plan import Plan
-from shard_node.agent.delta_follower import DeltaFollower, FollowedRows
+from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.agent.node_agent import NodeActions, NodeConfig
 from shard_node.node import LoadedTables, ShardNode
 
@@ -91,13 +91,14 @@ def _wait_for(condition: Callable[[], bool], problem: str) -> None:
 
 
 @contextmanager
-def _following(url: str, version: int, rows: FollowedRows) -> Iterator[None]:
+def _following(url: str, version: int, tables: LoadedTables) -> Iterator[None]:
     """Apply deltas in an event loop in another thread, as a shard node does."""
     ended = threading.Event()
 
     async def follow() -> None:
         registry = open_registry(url)
-        follower = DeltaFollower(FleetRegistry(registry), MODEL, version, rows)
+        rows = tables.engine, tables.deltas, tables.partition
+        follower = DeltaFollower(FleetRegistry(registry), MODEL, version, *rows)
         try:
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(follower.run())

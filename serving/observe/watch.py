@@ -105,7 +105,7 @@ class Readiness:
         expected = self.versions.expected
         if expected is None:
             return {"": "it is not known yet which models are wanted"}
-        live, reports = self.versions.generations.models(), self._reports
+        live, reports = self.versions.generations.live_versions(), self._reports
         # A model that comes later has had its golden requests answered by its shards; it does not make what serves
         # already not ready.
         unready = {
@@ -148,7 +148,7 @@ class Readiness:
 
     async def refresh(self) -> None:
         """Ask the shards of every live model once."""
-        models = self.versions.generations.models()
+        models = self.versions.generations.live_versions()
         await asyncio.gather(*map(self._refresh, models))
         self._reports = {model: report for model, report in self._reports.items() if model in models}
 

@@ -241,7 +241,7 @@ class RankingService(VersionChoice):
 
     def models(self) -> list[ModelInfo]:
         """Describe the live version of every model."""
-        return [self.describe(model) for model in self.generations.models()]
+        return [self.describe(model) for model in self.generations.live_versions()]
 
     def close(self) -> None:
         """Withdraw every version, and wait until each is freed."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from pydantic import Field
@@ -30,6 +30,7 @@ from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.registry.registry import MAX_SEQUENCE, StreamEntry
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.tables import Frozen
+from shard_node.bags import TableLayout
 from shard_node.buckets import Partition
 from shard_node.engine.base import WritableRows
 from shard_node.errors import MemoryBudgetError
@@ -60,26 +61,10 @@ class FollowerConfig(Frozen):
 DEFAULT_CONFIG: Final = FollowerConfig()
 
 
-class FollowedRows(Protocol):
-    """Rows that follow a stream of deltas, and how far they are: `LoadedTables`, or copies of some rows."""
-
-    @property
-    def engine(self) -> WritableRows:
-        """Where rows are written."""
-
-    @property
-    def deltas(self) -> DeltaPosition:
-        """Told by the follower; where it begins."""
-
-    @property
-    def partition(self) -> Partition | None:
-        """Which rows are here; None for any."""
-
-
 class DeltaFollower:
-    """Follows one stream for one generation. How far it is, and what holds it up, is told by `tables.deltas`.
+    """Follows one stream for one generation. Where it begins, how far it is, and what holds it up, is in `position`.
 
-    `tables` must not be closed before `run` has ended; `clock` gives seconds since the epoch.
+    `rows`, of `partition` or any, must not be freed before `run` has ended; `clock` gives seconds since the epoch.
     """
 
     def __init__(
@@ -87,7 +72,9 @@ class DeltaFollower:
         fleet: FleetRegistry,
         model: str,
         version: int,
-        tables: FollowedRows,
+        rows: WritableRows,
+        position: DeltaPosition,
+        partition: Partition | None = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
         config: FollowerConfig = DEFAULT_CONFIG,
@@ -95,10 +82,10 @@ class DeltaFollower:
         self._fleet, self._registry = fleet, fleet.registry
         self._model = model
         self._where = f"version {version} of model {model!r}"
-        self._engine = tables.engine
-        self._position = tables.deltas
-        self._partitions = _read_partitions(tables)
-        self._delta_base = tables.deltas.now.delta_base
+        self._engine = rows
+        self._position = position
+        self._partitions = _read_partitions(rows.layout, partition)
+        self._delta_base = position.now.delta_base
         self._stream = delta_stream(model, self._delta_base)
         self._clock = clock
         self._sleep = sleep
@@ -276,14 +263,14 @@ class DeltaFollower:
         position.seen(bounds.last, now)
 
 
-def _read_partitions(tables: FollowedRows) -> dict[str, Partitions]:
+def _read_partitions(layout: TableLayout, partition: Partition | None) -> dict[str, Partitions]:
     """Return, by table, which partitions of its deltas have rows that are here."""
-    layout, read = tables.engine.layout, dict[str, Partitions]()
+    read = dict[str, Partitions]()
     for table, slices in layout.slices.items():
         buckets = RowBuckets.of(layout.tables[slices[0]])
         is_local = np.ones(buckets.count, np.bool_)
-        if tables.partition is not None:
-            is_local = np.logical_or.reduce([tables.partition.card_of_bucket[number] >= 0 for number in slices])
+        if partition is not None:
+            is_local = np.logical_or.reduce([partition.card_of_bucket[number] >= 0 for number in slices])
             if len(slices) > 1 and buckets.seed is not None:
                 # Each slice mixes its rows by its name, so a part has rows of every shard that has a slice.
                 is_local[:] = is_local.any()
@@ -307,7 +294,7 @@ async def catch_up(
             await fleet.check_identity()
             until = last
             deltas.seen(until, looked_at)
-            await DeltaFollower(fleet, model, version, tables).run(until)
+            await DeltaFollower(fleet, model, version, tables.engine, deltas, tables.partition).run(until)
     except TimeoutError:
         reason = f"not applied within {limit_s} s"
     except Exception as error:
@@ -337,7 +324,8 @@ class Followers:
         for version, tables in versions.items():
             before = self._tasks.get((model, version))
             if (before is None or before.done()) and not tables.deltas.now.forked:
-                follower = DeltaFollower(self._fleet, model, version, tables)
+                rows = tables.engine, tables.deltas, tables.partition
+                follower = DeltaFollower(self._fleet, model, version, *rows)
                 task = asyncio.create_task(self._follow(model, version, follower), name=f"deltas {model} {version}")
                 self._tasks[model, version] = task
 

@@ -86,7 +86,7 @@ def test_a_shard_node_has_its_rows_on_the_cards_that_its_flags_name(
 
     async def program() -> None:
         running = asyncio.create_task(serve_shard(config, Membership.of(config), node, card_set, None))
-        while not node.generations.models():  # noqa: ASYNC110
+        while not node.generations.live_versions():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert isinstance(node.generations.payload(MODEL, 1).engine, CardEngine)
         assert {use.tier for use in node.info().memory} != {"ram"}

@@ -283,7 +283,7 @@ async def test_closing_a_version_ends_its_connections_to_shards(api_model, tmp_p
         await until(lambda: all(node.asked for node in nodes))
         assert [server.num_connections for server in servers] == [1, 1]
         closing = asyncio.create_task(closed(service))
-        await until(lambda: not service.generations.models())
+        await until(lambda: not service.generations.live_versions())
         # It waits for what is out, and nothing more is begun.
         with raises_kind("not_ready"):
             await ask(service, api_request(1))

@@ -145,7 +145,8 @@ def load_version(
 
 def follow(registry: Registry, snapshot: Snapshot, tables: LoadedTables, **options) -> DeltaFollower:
     """The follower of a version's tables."""
-    return DeltaFollower(FleetRegistry(registry), snapshot.spec.model, snapshot.version, tables, **options)
+    rows = tables.engine, tables.deltas, tables.partition
+    return DeltaFollower(FleetRegistry(registry), snapshot.spec.model, snapshot.version, *rows, **options)
 
 
 def stored_rows(engine: CpuEngine | CardEngine, table: str) -> npt.NDArray[np.uint8]:
