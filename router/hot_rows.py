@@ -23,7 +23,7 @@ from loader.access_counts import AccessCounter
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import TABLE_SHIFT, LookupSampler
 from shard_node.answer import Answer, ReplyEncoding
-from shard_node.bags import CheckedBags, Int32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import CheckedBags, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS
 from shard_node.engine.arena import Arena, Placement, TablePlace, allocate_rows
 from shard_node.engine.base import write_pieces
@@ -58,7 +58,8 @@ class HotIndex:
     """Finds keys exactly: open addressing with linear probing, at most half full, in rounds of vector operations.
 
     Keys are in the order of their home places, so no key is farther from its home than the longest probe, which ends
-    every search. `keys`, int64 [n], are not negative, none twice; a key's number is its position there.
+    every search. `keys`, int64 [n], are not negative, none twice; a key's number is its position there, which
+    `numbers`, int32, has at the key's place here.
     """
 
     def __init__(self, keys: Int64Array) -> None:
@@ -73,9 +74,9 @@ class HotIndex:
         size = max(1 << bits, int(at.max(initial=-1)) + 1) + 1
         self._entries = np.full(size, _EMPTY, np.int64)
         self._entries[at] = keys.take(order)
-        self._numbers = np.zeros(size, np.int32)
-        self._numbers[at] = order
-        self.size_bytes = self._entries.nbytes + self._numbers.nbytes
+        self.numbers = np.zeros(size, np.int32)
+        self.numbers[at] = order
+        self.size_bytes = self._entries.nbytes + self.numbers.nbytes
 
     def find(self, keys: Int64Array) -> tuple[Int64Array, BoolArray]:
         """Find keys, int64 [n]: their places here, int64 [n], and whether each is here at all, bool [n]."""
@@ -95,10 +96,6 @@ class HotIndex:
             go_on = ((entries != _EMPTY) & ~is_match).nonzero()[0]
             left, sought, places = left.take(go_on), sought.take(go_on), places.take(go_on)
         return at, is_hit
-
-    def numbers(self, at: Int64Array) -> Int32Array:
-        """Return the numbers of keys that are here, int32 [m], by their places."""
-        return self._numbers.take(at)
 
     def _homes(self, keys: Int64Array) -> Int64Array:
         homes = keys.view(np.uint64) * _FACTOR
@@ -154,7 +151,7 @@ class HotSet:
     def answer(self, part: Part, at: Int64Array, forms: ReplyEncoding) -> Answer:
         """Pool a part of a batch, in the forms that the caller takes; `at` are its values' places in the index."""
         bags = part.bags
-        numbers = self._index.numbers(at)
+        numbers = self._index.numbers.take(at)
         firsts = self._starts.take(bags.keys).astype(np.int32)
         if firsts.any():
             numbers -= np.repeat(firsts, bags.values_per_key())
@@ -168,7 +165,7 @@ class HotSet:
         writes: list[tuple[int, Int64Array, StoredRows]] = []
         for table, stored in of_tables:
             at, is_hit = self._index.find(rows + (np.int64(table) << TABLE_SHIFT))
-            numbers = self._index.numbers(at[is_hit]).astype(np.int64)
+            numbers = self._index.numbers.take(at[is_hit]).astype(np.int64)
             self.is_filled[numbers] = True
             writes.append((table, numbers - self._starts[table], stored[is_hit]))
         return self._engine.write_together(writes) if any(rows.size for _, rows, _ in writes) else 0

@@ -213,7 +213,7 @@ class Router:
         self._hot = hot
         self.schema = schema
         self.plan = plan
-        self._mapper = mapper
+        self.mapper = mapper
         self._shards = tuple(shards)
         # Rows that are all in this process need no split.
         self._all_rows = shards[0] if len(shards) == 1 and isinstance(shards[0], LocalShard) else None
@@ -246,13 +246,9 @@ class Router:
         progress = self._all_rows.node.generations.payload(model, version).deltas.now
         return progress.sequence, progress.age_ms(time.time())
 
-    def map(self, bags: KeyedBags) -> MappedBags:
-        """Map ids, keyed by flat feature index, for whoever pools the rows himself."""
-        return self._mapper.map(bags)
-
     def rows_to_fetch(self, mapped: MappedBags) -> LookedUp:
-        """Find the rows of all lookups, for whoever pools them himself; `mapped` is what `map` gives."""
-        by_feature, parts = mapped.bags, self._mapper.parts
+        """Find the rows of all lookups, for whoever pools them himself; `mapped` is what `mapper` gives."""
+        by_feature, parts = mapped.bags, self.mapper.parts
         rows = by_feature if parts is None else parts.find(by_feature)
         by_row = _bag_per_id(rows, self.schema.is_none) if self._has_rows else rows
         complete = _of_lookups(by_row, self._lookups.feature) if self._is_repeated else by_row
@@ -270,7 +266,7 @@ class Router:
             ShardrankError: if a shard can't answer.
         """
         times, started_at = LookupTimes(), self._clock()
-        mapped = self._mapper.map(bags)
+        mapped = self.mapper.map(bags)
         num_rows, complete, by_lookup = self.rows_to_fetch(mapped)
         by_table = self._by_table(by_lookup)
         mapped_at = self._clock()

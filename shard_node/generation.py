@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Generic, Literal, TypeVar
 
 import msgspec
@@ -76,9 +75,7 @@ class Lease(msgspec.Struct, Generic[Payload], eq=False):
     def __enter__(self) -> Lease[Payload]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.release()
 
 

@@ -266,9 +266,8 @@ class Coordinator:
                 self._wanted[model] = wanted
             moved = None
             if on_record is not None and on_record.rollout.active:
-                if model not in self._runners:
-                    self._runners[model] = _StepRunner(self._fleet, self._config, self._clock)
-                moved = await self._runners[model].move(on_record, wanted, view.for_model(model))
+                runner = self._runners.setdefault(model, _StepRunner(self._fleet, self._config, self._clock))
+                moved = await runner.move(on_record, wanted, view.for_model(model))
             if moved is not None:
                 self._rollouts[model] = moved
         except RegistryConflictError as error:

@@ -302,10 +302,9 @@ class BakeTally:
         After a flip the old version answers no more: all that it answered before counts for it then.
         """
         bake = (rollout.rollout_id, rollout.bake_began_at or 0.0)
+        before = {(node_id, base.process_id): (base.live, base.new) for node_id, base in rollout.baseline.items()}
         if bake != self._bake:
-            self._bake = bake
-            baseline = rollout.baseline.items()
-            self._last = {(node_id, counted.process_id): (counted.live, counted.new) for node_id, counted in baseline}
+            self._bake, self._last = bake, before.copy()
         for node in nodes:
             if node.kind == "serving":
                 key = (node.node_id, node.process_id)
@@ -313,12 +312,10 @@ class BakeTally:
                 live = _stats(node, rollout.model, rollout.from_version) or live
                 self._last[key] = (live, _stats(node, rollout.model, rollout.to_version) or new)
         live_parts, new_parts = [], []
-        for (node_id, process_id), (live, new) in self._last.items():
-            base = rollout.baseline.get(node_id)
-            if base is None or base.process_id != process_id:
-                base = NodeBaseline(process_id=process_id, live=NOTHING, new=NOTHING)
-            live_parts.append(live if rollout.step == Step.BAKE else since(live, base.live))
-            new_parts.append(since(new, base.new))
+        for key, (live, new) in self._last.items():
+            live_before, new_before = before.get(key, (NOTHING, NOTHING))
+            live_parts.append(live if rollout.step == Step.BAKE else since(live, live_before))
+            new_parts.append(since(new, new_before))
         return added(live_parts), added(new_parts)
 
 

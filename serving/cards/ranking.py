@@ -398,7 +398,7 @@ class CardRanking(Ranking):
     async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
         """Score as `Ranking.score` does. Raises MemoryBudgetError too, where a batch of that size has no room."""
         started_at = self._clock()
-        mapped = self.router.map(batch.bags)
+        mapped = self.router.mapper.map(batch.bags)
         sequence, age_ms = self.router.local_freshness(self._model_name, self.parts.version)
         chosen = self.choose(sequence)
         model = self._on_card(chosen)

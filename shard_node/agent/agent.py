@@ -201,8 +201,7 @@ class Agent:
         self._clock = clock
         self._sleep = sleep
         self._random = random or random_module.Random()
-        record = actions.record((), {})
-        self._node_id = record.node_id
+        self._node_id = actions.record((), {}).node_id
         self.announced: NodeRecord | None = None
         self._remembered = Remembered(fleet, self._config.models, self._config.heartbeat_s, clock)
         self._going: dict[tuple[str, int], _Retirement] = {}

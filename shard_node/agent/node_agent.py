@@ -7,7 +7,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -197,15 +197,13 @@ class NodeActions:
         config = self._config
 
         def work(wish: CancelToken) -> LoadedTables:
-            progress = wish.over(share_of(tell))
-            files = self._store.hold(
-                model,
-                version,
-                identity=published.identity,
-                verify=config.verify,
-                progress=throttled(progress, config.stage_cpu_share, wish.rest),
-            )
-            try:
+            progress = throttled(wish.over(share_of(tell)), config.stage_cpu_share, wish.rest)
+            with ExitStack() as held:
+                files = held.enter_context(
+                    self._store.hold(
+                        model, version, identity=published.identity, verify=config.verify, progress=progress
+                    )
+                )
                 tables = stage_tables(
                     files.path,
                     published,
@@ -215,14 +213,11 @@ class NodeActions:
                     card_set=self._card_set,
                     observed=self._observed(model),
                     verify=config.verify and not files.is_checked,
-                    progress=throttled(progress, config.stage_cpu_share, wish.rest),
+                    progress=progress,
                 )
-            except BaseException:
-                files.close()
-                raise
-            if any(use.tier == "mapped" for use in tables.engine.memory()):
-                return replace(tables, files=files)
-            files.close()
+                if any(use.tier == "mapped" for use in tables.engine.memory()):
+                    held.pop_all()
+                    return replace(tables, files=files)
             return tables
 
         tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)

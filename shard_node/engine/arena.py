@@ -64,8 +64,6 @@ class Arena:
 
     def pool(self, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None) -> Float32Array:
         """Sum the rows of each bag as `pool_rows`: float32 [b, embedding_dim]. Slots are positions in this arena."""
-        if offsets.size == 1:
-            return np.zeros((0, self._embedding_dim), np.float32)
         if not slots.size:
             return np.zeros((offsets.size - 1, self._embedding_dim), np.float32)
         return pool_rows(self._dtype, self._rows, slots, offsets, weights)

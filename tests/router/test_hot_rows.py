@@ -51,7 +51,7 @@ def test_the_index_finds_what_a_dictionary_finds(keys, others):
     sought = np.array([*keys, *others, *(key + 1 for key in keys), *keys], np.int64)
     at, is_here = index.find(sought)
     assert is_here.tolist() == [key in numbers for key in sought.tolist()]
-    assert index.numbers(at[is_here]).tolist() == [numbers[key] for key in sought.tolist() if key in numbers]
+    assert index.numbers.take(at[is_here]).tolist() == [numbers[key] for key in sought.tolist() if key in numbers]
     assert index.size_bytes <= 48 * ascending.size + 12 * 64
 
 

@@ -170,7 +170,7 @@ def test_unknown_ids_get_what_their_table_says(tmp_path, policy, rows):
     with pytest.raises(KeyError, match="user"):
         embeddings.feature(stored.schema.index["user"])
     # Without a lookup, ids are mapped to the same rows.
-    mapped = router.map(bags)
+    mapped = router.mapper.map(bags)
     np.testing.assert_array_equal(mapped.bags.values, embeddings.bags.values)
     assert len(mapped.rejected) == len(rejected)
 
