@@ -198,8 +198,8 @@ class NodeActions:
 
         def work(wish: CancelToken) -> LoadedTables:
             progress = throttled(wish.over(share_of(tell)), config.stage_cpu_share, wish.rest)
-            with ExitStack() as held:
-                files = held.enter_context(
+            with ExitStack() as stack:
+                files = stack.enter_context(
                     self._store.hold(
                         model, version, identity=published.identity, verify=config.verify, progress=progress
                     )
@@ -216,7 +216,7 @@ class NodeActions:
                     progress=progress,
                 )
                 if any(use.tier == "mapped" for use in tables.engine.memory()):
-                    held.pop_all()
+                    stack.pop_all()
                     return replace(tables, files=files)
             return tables
 
