@@ -181,7 +181,6 @@ class LoadedVersion:
         description = ModelInfo.of(snapshot, limits, checked.dtype, checked.fallback)
 
         def access() -> list[LookupSampler]:
-            # Of the rows that are here now: a node may have replaced those that it began with.
             rows = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
             return rows if hot is None else [*rows, hot.access]
 
