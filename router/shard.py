@@ -63,18 +63,23 @@ class ReplicaSource:
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """A node; its client is closed when it has left and its calls have ended. Old rows are of a delta and an age."""
+    """A node; its client is closed when it has left and its calls have ended. `rows` are the last delta and age."""
 
     client: ShardClient
     health: ReplicaHealth
     calls: int = 0
     has_left: bool = False
-    old_rows: tuple[int, int] = (0, 0)
+    rows: tuple[int, int] = (0, 0)
     old_until: float = 0.0
 
     def lacks(self, bound: FreshnessBound, now: float) -> bool:
         """Return whether its rows were too old for a bound a moment ago."""
-        return self.old_until > now and not bound.allows(*self.old_rows)
+        return self.old_until > now and not bound.allows(*self.rows)
+
+
+def _newest_first(sequence: int, age_ms: int) -> tuple[float, float]:
+    """Return a key that sorts rows by their delta, and those of the same delta by age; unknown ones come last."""
+    return -sequence, age_ms if age_ms >= 0 else math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +113,11 @@ class _Lookup:
     may_hedge: bool = True
     timer: asyncio.TimerHandle | None = None
 
+    def answer_lagging(self) -> None:
+        """Answer with the newest rows of the replicas that lag; with forked ones only if there are no others."""
+        answers = [answer for answer in self.lagging if answer.age_ms < FORKED_AGE_MS] or self.lagging
+        self.answer.set_result(min(answers, key=lambda answer: _newest_first(answer.sequence, answer.age_ms)))
+
 
 class ReplicatedShard:
     """One shard of one model version and the nodes that serve it. Implements `Shard`; belongs to one event loop.
@@ -125,7 +135,7 @@ class ReplicatedShard:
 
     Attributes:
         min_sequence: the delta that rows must have, or a later one. A replica that lags behind it, or is forked, counts
-            as failed, and one beyond a lookup's bound is no answer to that; if all are, the newest answer is returned.
+            as failed, and one beyond a lookup's bound is no answer to that; if all are, or hang, the newest answers.
     """
 
     def __init__(
@@ -262,11 +272,12 @@ class ReplicatedShard:
         if len(replicas) < 2:
             return replicas.copy()
 
-        def rank(replica: _Replica) -> tuple[bool, bool, float, bool, int]:
+        def rank(replica: _Replica) -> tuple[bool, bool, tuple[float, float], bool, int]:
             health = replica.health
             comes_last = health.reason is not None and self._outliers.comes_last(health, replica.calls)
             is_new = replica.client.connection is None
-            lag = -replica.old_rows[0] if bound is not None and replica.lacks(bound, now) else -math.inf
+            lacks = bound is not None and replica.lacks(bound, now)
+            lag = _newest_first(*replica.rows) if lacks else (-math.inf, 0.0)
             return is_new and not replica.client.is_available, comes_last, lag, is_new, replica.calls
 
         # Rotating the start spreads lookups over replicas that are equally busy.
@@ -331,10 +342,11 @@ class ReplicatedShard:
             now = self._clock()
             self._outliers.answered(attempt.replica.health, now - attempt.started_at)
             sequence, age_ms, bound = answer.sequence, answer.age_ms, lookup.forms.bound
+            attempt.replica.rows = sequence, age_ms
             lags = sequence < self.min_sequence or age_ms >= FORKED_AGE_MS
             if lags or (bound is not None and not bound.allows(sequence, age_ms)):
                 lookup.lagging.append(answer)
-                attempt.replica.old_rows, attempt.replica.old_until = (sequence, age_ms), now + STALE_S
+                attempt.replica.old_until = now + STALE_S
                 needed = f"needed are delta {self.min_sequence} and {bound}"
                 problem = f"{attempt.replica.client.address} has applied delta {sequence}, {age_ms} ms old; {needed}"
                 raise UnfitReplicaError(problem, kind="replica_lags" if lags else "rows_stale")
@@ -359,11 +371,9 @@ class ReplicatedShard:
             # What comes back under this number may be another snapshot.
             connection.leave("the node has to report again what it serves")
         if (bound := lookup.forms.bound) is not None and error.kind == "rows_stale":
-            # A client's bound ejects no replica, and spends no budget on others whose rows are no newer.
-            newest, now = attempt.replica.old_rows[0], self._clock()
-            lookup.untried = [
-                each for each in lookup.untried if not each.lacks(bound, now) or each.old_rows[0] > newest
-            ]
+            # A client's bound ejects no replica, and spends no budget on others that had no later delta.
+            newest, now = attempt.replica.rows[0], self._clock()
+            lookup.untried = [each for each in lookup.untried if not each.lacks(bound, now) or each.rows[0] > newest]
         elif isinstance(error, _UNFIT):
             self._outliers.unfit(health)
         elif connection is not None and not isinstance(error, OverloadedError):
@@ -373,11 +383,12 @@ class ReplicatedShard:
                 self._outliers.failed(health)
         if lookup.untried:
             self._retry(lookup, error.kind, is_free=connection is None)
+        elif lookup.in_flight and lookup.lagging:
+            self._set_timer(lookup)
         if lookup.in_flight or lookup.answer.done():
             return
         if lookup.lagging:
-            answers = [answer for answer in lookup.lagging if answer.age_ms < FORKED_AGE_MS] or lookup.lagging
-            lookup.answer.set_result(max(answers, key=lambda answer: (answer.sequence, -answer.age_ms)))
+            lookup.answer_lagging()
         elif isinstance(error, DeadlineExceededError):
             lookup.answer.set_exception(error)
         else:
@@ -399,17 +410,17 @@ class ReplicatedShard:
             lookup.failures.append("no other replica was tried: the budget of hedges and retries is spent")
 
     def _set_timer(self, lookup: _Lookup) -> None:
-        """Set the lookup's timer to the next hedge, or to the deadline."""
+        """Set the lookup's timer to the next hedge, to when rows that lag are to answer, or to the deadline."""
         if lookup.timer is not None:
             lookup.timer.cancel()
         left_s = min(max(0.0, lookup.deadline - self._clock()), MAX_BUDGET_US / 1e6)
         may_hedge = bool(lookup.untried) and lookup.may_hedge
-        if may_hedge:
+        if may_hedge or lookup.lagging:
             left_s = min(self._outliers.patience_s, left_s / 2)
         lookup.timer = lookup.answer.get_loop().call_later(left_s, self._on_timer, lookup, may_hedge)
 
     def _on_timer(self, lookup: _Lookup, may_hedge: bool) -> None:
-        """Hedge, or end a lookup at its deadline."""
+        """Hedge, or end a lookup: with an answer that lags, or at its deadline."""
         if lookup.answer.done():
             return
         if may_hedge:
@@ -422,6 +433,9 @@ class ReplicatedShard:
                 self._outliers.failed(attempt.replica.health)
             state = "not connected" if attempt.connection is None else "no reply"
             lookup.failures.append(f"{address}: {state} after {waited_s:.3f} s")
+        if lookup.lagging:
+            lookup.answer_lagging()
+            return
         reasons = "; ".join(lookup.failures)
         lookup.answer.set_exception(
             DeadlineExceededError(f"{self._name}: deadline passed before the answer ({reasons})")

@@ -12,11 +12,12 @@ from typing import Final
 
 import torch
 
-from loader.deltas.chain import entry_digest
+from loader.deltas.chain import entry_digest, is_commit
 from loader.deltas.dense import checked_tensors, read_step
 from loader.errors import DeltaError, RegistryError, ShardrankError
 from loader.progress import ended
 from loader.registry.fleet import DenseStep, FleetRegistry, cut_reason, delta_stream
+from loader.registry.registry import StreamEntry
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from serving.observe.metrics import ServingMetrics
@@ -135,16 +136,22 @@ class DenseSteps:
         logger.info("dense step %d of %s %d is loaded, rows need delta %d", record.step, *key, record.sequence)
         return True
 
-    async def _check_delta(self, record: DenseStep) -> None:
-        """Raise DeltaError if the stream has lost the delta that a step needs: rows with a later one may lack it."""
+    async def _check_delta(self, record: DenseStep) -> bool:
+        """Raise DeltaError if the stream has lost the delta that a step needs: rows with a later one may lack it.
+
+        Returns whether that may be checked often: an entry of format 1 is read with its rows.
+        """
         published = await self._fleet.version(record.model, record.version)
+        entries: list[StreamEntry] = []
         if record.digest and published is not None:
             stream = delta_stream(record.model, published.delta_base)
-            bounds = await self._fleet.registry.bounds(stream)
+            # Before the bounds: what is trimmed in between counts as trimmed, not as lost.
             entries = await self._fleet.registry.read(stream, record.sequence - 1, 1)
+            bounds = await self._fleet.registry.bounds(stream)
             is_known = bounds.first <= record.sequence and bounds.last > 0
             if is_known and [entry_digest(entry.payload).hex() for entry in entries] != [record.digest]:
                 raise DeltaError(f"{stream} has lost delta {record.sequence} ({record.digest})", kind="delta_fork")
+        return all(is_commit(entry.payload) for entry in entries)
 
     async def follow(self, generations: Generations[LoadedVersion]) -> None:
         """Update what is served to new steps. Raises RegistryError."""
@@ -156,11 +163,15 @@ class DenseSteps:
             for gone in known.keys() - steps.keys():
                 del known[gone]
         self._polls += 1
-        for key, step in steps.items():
-            is_newer = await self._newer(*key, step) is not None
-            # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
+        # Of all versions before the registry is needed: it may be unreachable.
+        for key in steps:
             with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
-                if await self._went_back(lease.payload) or is_newer:
+                if await self._went_back(lease.payload):
+                    steps[key] = 0
+        for key, step in steps.items():
+            if await self._newer(*key, step) is not None:
+                # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
+                with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
                     await self.update(lease.payload)
 
     async def _went_back(self, served: LoadedVersion) -> bool:
@@ -169,6 +180,7 @@ class DenseSteps:
         lost = await self._lost(served)
         try:
             if before and step and not lost and await served.accepts_dense():
+                await served.forget_step_before()
                 served.dense_fallback = ""
             elif not before and (lost or any(ranking.lacking_s >= self._wait_s for ranking in served.rankings)):
                 await self._with_snapshot(served, served.use_snapshot_weights)
@@ -187,9 +199,12 @@ class DenseSteps:
         """Return, in every fourth poll, why the step in use must not answer whatever delta rows have; "" if it may."""
         if served.dense_record is not None and self._polls % 4 == 0:
             try:
-                await self._check_delta(served.dense_record)
+                if not await self._check_delta(served.dense_record):
+                    served.dense_record = None
             except DeltaError as error:
                 return str(error)
+            except RegistryError:
+                pass  # which `follow` needs next, and raises
         return ""
 
     async def _with_snapshot(self, served: LoadedVersion, work: Callable[[Snapshot], None]) -> None:

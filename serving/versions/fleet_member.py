@@ -34,6 +34,7 @@ from loader.registry.fleet import (
     PublishedVersion,
     VersionReport,
     WantedModel,
+    cut_reason,
 )
 from loader.registry.registry import Registry
 from loader.snapshot.publishing import fall_back
@@ -301,6 +302,7 @@ class FleetMember:
             if (key := (generation.model, generation.version)) not in loaded:
                 continue
             served, report = generation.payload, rows.get(key)
+            refused = self._dense.refused[key][1] if key in self._dense.refused else ""
             update = {
                 "progress": 1.0,
                 "identity": served.description.identity,
@@ -310,7 +312,7 @@ class FleetMember:
                 "stats": served.counter.stats(),
                 "hot": self._hot_reports.get(key),
                 "dense_step": served.dense_step,
-                "dense_refused": self._dense.refused[key][1] if key in self._dense.refused else served.dense_fallback,
+                "dense_refused": cut_reason("; ".join(filter(None, (served.dense_fallback, refused)))),
             }
             report = report or VersionReport(model=served.model, version=served.version, state="ready")
             reports.append(report.model_copy(update=update))

@@ -93,7 +93,8 @@ class LoadedVersion:
 
     `batcher` queues its requests; `access` returns the counts of lookups that this process answers itself,
     without a shard node; `dense_step` is the newest step of weights that it may answer with, 0 for the snapshot's;
-    `dense_record` its record; `dense_fallback` says why the snapshot's answer in place of a step, "" if they do not.
+    `dense_record` its record if that is checked again and again; `dense_fallback` says why the snapshot's answer in
+    place of a step, "" if they do not.
     """
 
     def __init__(
@@ -256,6 +257,14 @@ class LoadedVersion:
 
         _on_all(replicas, offer)
         self.dense_step, self.dense_record = record.step, record
+
+    async def forget_step_before(self) -> None:
+        """Require rows that the step in use may answer with; the one before answers no more. Raises ShardrankError."""
+
+        async def forget(ranking: Ranking) -> None:
+            ranking.stage_weights(ranking.parts)
+
+        await asyncio.gather(*(asyncio.wrap_future(replica.call(forget)) for replica in self._replicas))
 
     def use_snapshot_weights(self, snapshot: Snapshot) -> None:
         """Answer with the snapshot's weights, which its load has checked, and forget all dense steps. Blocks."""

@@ -123,16 +123,21 @@ def test_lookups_and_hits_are_counted_by_table(stores):
     assert not hot.learned.is_full
 
 
-def test_a_row_update_reaches_the_set_in_use_and_the_next(stores):
+@pytest.mark.parametrize("begins_late", [False, True])
+def test_a_row_update_reaches_the_set_in_use_and_the_next(stores, begins_late):
+    """Also one that begins between the rows and their delta's number: nodes that are read may lack it."""
     stored = stores["fp32"]
     hot = HotRows(stored.layout)
     table = stored.layout.index["city"]
     hold(hot, stored.snapshot, hot_keys(stored.layout, {"city": [3, 5]}))
     pending = HotSet(stored.layout, hot_keys(stored.layout, {"city": [5, 9]}))
-    hot.begin(pending)
+    if not begins_late:
+        hot.begin(pending)
     old = {row: stored.snapshot.read_rows("city", row, 1) for row in (3, 5, 9)}
     new = np.frombuffer(np.full((4, 4), 7.0, np.float32).tobytes(), np.uint8).reshape(4, 16)
     assert hot.write_rows(table, np.array([2, 3, 5, 9]), new) == 2
+    if begins_late:
+        hot.begin(pending)
     numbers = np.array([0, 1])
     # What was read before the update came must not undo it.
     hot.copy(pending, numbers)
@@ -142,6 +147,10 @@ def test_a_row_update_reaches_the_set_in_use_and_the_next(stores):
     hot.fill(pending, numbers, rows)
     hot.use(pending).close()
     assert hot.current.read(numbers)[number].tobytes() == new[:2].tobytes()
+    # What was written to rows that are dropped, as those of a fork, reaches no other set.
+    hot.use(None).close()
+    hot.begin(pending := HotSet(stored.layout, pending.keys))
+    assert not pending.is_filled.any()
 
 
 @pytest.mark.parametrize(

@@ -449,6 +449,33 @@ async def test_of_lagging_replicas_the_newest_answers(fleet, nodes, bound, answe
             await shard.pool_at(SPEC.model, fleet.snapshot.version, BAGS, time.monotonic() + 30, 3)
 
 
+async def test_of_replicas_beyond_a_bound_the_newest_is_tried_first(fleet):
+    """It answers again as soon as it is within the bound."""
+    nodes = [fleet.node(3, age_s) for age_s in (100.0, 10.0)]
+    for number, node in enumerate(nodes):
+        await fleet.start(number, node=node)
+    shard, bound = fleet.shard(0, 1), FreshnessBound(max_age_ms=1000)
+    assert (await fleet.answer(shard, bound=bound)).age_ms < 100_000
+    deltas = nodes[1].generations.payload(SPEC.model, fleet.snapshot.version).deltas
+    deltas.now = replace(deltas.now, fresh_at=time.time() + 600)
+    for _ in range(6):
+        assert (await fleet.answer(shard, bound=bound)).age_ms == 0
+
+
+@pytest.mark.parametrize("bound", [FreshnessBound(max_age_ms=1000), None])
+async def test_rows_that_lag_answer_where_the_other_replicas_hang(fleet, bound):
+    """In time, wherever in the order the one that hangs is, and whether it is known to lag as well."""
+    for number, age_s in ((9, 5.0), (1, 10.0), (2, 20.0)):
+        await fleet.start(number, node=fleet.node(3, age_s, forked=bound is None))
+    link = await fleet.link(0, to=9)
+    shard = await fleet.connected(0, 1, 2)
+    await fleet.answer(shard, bound=bound)
+    link.opened.clear()
+    for _ in range(6):
+        answer = await fleet.answer(shard, 0.4, bound)
+        assert answer.age_ms == FORKED_AGE_MS if bound is None else 10_000 <= answer.age_ms < 30_000
+
+
 async def test_replicas_are_exchanged_under_load(fleet):
     await fleet.start(0, 1, 2)
     fleet.announce(0)

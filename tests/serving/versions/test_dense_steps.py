@@ -73,6 +73,23 @@ class Training:
         node = await self.fleet.until("serve-0", lambda node: node.report(MODEL, 1).dense_refused != "")
         return node.report(MODEL, 1).dense_refused
 
+    async def stop_following(self) -> list[DeltaPosition]:
+        """Apply no deltas any more; return the positions, by node."""
+        await self.fleet.want(MODEL, follow=())
+        nodes = list(self.fleet.nodes.values()) or [self.fleet.servings[0][0]._local]
+        await until(lambda: not any(node.actions._followers._tasks for node in nodes))
+        return [node.node.generations.payload(MODEL, 1).deltas for node in nodes]
+
+    async def lose_rows(self) -> None:
+        """Have the rows stay what they are, whatever their position says."""
+        for position in await self.stop_following():
+            vars(position).update(vars(DeltaPosition(1)))
+
+    async def answers(self) -> list[int | str]:
+        """Ask of all replicas; return the dense step, or the error, of each answer."""
+        answers = [await self.api.http.post(f"/v1/models/{MODEL}:rank", json=REQUEST) for _ in range(20)]
+        return [answer.json().get("dense_step", answer.json().get("error", {}).get("kind")) for answer in answers]
+
 
 @asynccontextmanager
 async def training_of(
@@ -142,22 +159,15 @@ async def test_snapshot_weights_answer_for_a_step_whose_rows_are_lost(versions, 
     """After 30 s of failures, and until rows have the delta of a step again: of the same, or of a later one."""
     later_s = 0.0
     async with training_of(versions, store, folder, lambda: time.monotonic() + later_s) as training:
-        fleet, model, (member, _) = training.fleet, training.model, training.fleet.servings[0]
+        fleet, model = training.fleet, training.model
         for step in (3, 4):
             await training.publisher.publish("films", np.arange(FILMS), films(1))
             await training.publish_step(step, step)
-        position = member._local.node.generations.payload(MODEL, 1).deltas
 
         async def ask() -> dict:
             return (await training.api.http.post(f"/v1/models/{MODEL}:rank", json=REQUEST)).json()
 
-        async def lose_rows() -> None:
-            await fleet.want(MODEL, follow=())
-            await until(lambda: not member._local.actions._followers._tasks)
-            vars(position).update(vars(DeltaPosition(1)))
-
         async def until_answered(step: int, degraded: str) -> None:
-            """The rows stay what they were, whatever their position says."""
             while (answer := await ask()).get("dense_step") != step:
                 assert answer.get("error", {"kind": "shard_unavailable"})["kind"] == "shard_unavailable"
             np.testing.assert_allclose(answer["scores"], expected(model, 1, step), rtol=1e-3, atol=1e-4)
@@ -171,32 +181,70 @@ async def test_snapshot_weights_answer_for_a_step_whose_rows_are_lost(versions, 
 
         async def lack_rows(seconds: float) -> None:
             nonlocal later_s
-            for _ in range(20):  # of both replicas
-                await ask()
+            await training.answers()
             later_s += seconds
 
         reason = "rows lack what dense step 4 needs: weights of snapshot 1 answer"
-        await lose_rows()
+        await training.lose_rows()
         await lack_rows(29)
         assert (await ask())["error"]["kind"] == "shard_unavailable"
         await lack_rows(2)
         await until_answered(0, reason)
         await fleet.want(MODEL, follow=(1,))
         await until_answered(4, "")
-        await lose_rows()
+        await training.lose_rows()
         await lack_rows(31)
         await until_answered(0, reason)
+        await training.publisher.publish_dense(5, tensors_of(model, -100), sequence=0, max_drift=0.01)
+        refused = "dense step 5: golden_mismatch: "
+        await fleet.until("serve-0", lambda node: refused in node.report(MODEL, 1).dense_refused)
+        assert (await training.refused()).startswith(f"{reason}; {refused}")
         # A later step that rows have is used as ever.
-        await training.publisher.publish_dense(5, tensors_of(model, 5), sequence=0, max_drift=1.0)
-        await until_answered(5, "")
+        await training.publisher.publish_dense(6, tensors_of(model, 6), sequence=0, max_drift=1.0)
+        await until_answered(6, "")
+
+
+async def test_snapshot_weights_answer_while_the_registry_is_unreachable(versions, store, folder):
+    later_s = 0.0
+    async with training_of(versions, store, folder, lambda: time.monotonic() + later_s) as training:
+        for step in (3, 4):
+            await training.publisher.publish("films", np.arange(FILMS), films(1))
+            await training.publish_step(step, step)
+        await training.lose_rows()
+        path = training.fleet.fleet.registry.path
+        path.rename(path.with_name("away"))
+        path.touch()
+        assert set(await training.answers()) == {"shard_unavailable"}
+        later_s += 31
+        while set(await training.answers()) != {0}:
+            pass
+        path.unlink()
+        path.with_name("away").rename(path)
+        await training.fleet.want(MODEL, follow=(1,))
+        while set(await training.answers()) != {4}:
+            pass
+
+
+async def test_a_step_that_answers_again_is_answered_by_replicas_that_have_its_rows(versions, store, folder):
+    async with training_of(versions, store, folder, replicas=2) as training:
+        training.fleet.servings[0][0]._dense._wait_s = 0
+        await training.publisher.publish("films", np.arange(FILMS), films(1))
+        await training.publish_step(4, 4)
+        await training.lose_rows()
+        await training.answers()
+        await training.refused()
+        await training.fleet.want(MODEL, follow=(1,))
+        await training.fleet.until("serve-0", lambda node: node.report(MODEL, 1).dense_refused == "")
+        position, _ = await training.stop_following()
+        vars(position).update(vars(DeltaPosition(1)))
+        assert await training.answers() == [4] * 20
 
 
 async def test_a_step_that_waits_for_lost_rows_makes_room_for_a_later_one(training):
     await training.publisher.publish("films", np.arange(FILMS), films(1))
     await training.publish_step(1, 1)
     assert (await asked(training.api))["dense_step"] == 1
-    await training.fleet.want(MODEL, follow=())
-    await until(lambda: not training.fleet.servings[0][0]._local.actions._followers._tasks)
+    await training.stop_following()
     await training.publisher.publish("films", np.arange(FILMS), films(2))
     await training.publish_step(2, 2)
     await training.publisher.publish_dense(3, tensors_of(training.model, 3), sequence=1, max_drift=1.0)
