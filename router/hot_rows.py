@@ -223,7 +223,7 @@ class HotRows:
         self._empty = HotSet(layout, np.empty(0, np.int64))
         # In use, being filled, and used before: each may be the same as another.
         self.current = self._pending = self._retired = self._empty
-        self._written: tuple[int | tuple[int, ...], Int64Array, StoredRows] | None = None
+        self._written: tuple[Int64Array, Sequence[tuple[int, StoredRows]]] = self._empty.keys, ()
         self._counts = np.zeros((2, len(layout.tables)), np.int64)
 
     def counts(self) -> tuple[Int64Array, Int64Array]:
@@ -262,27 +262,22 @@ class HotRows:
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: StoredRows) -> int:
         """As `Engine.write_rows`, to the rows in use and to those that are being filled in."""
-        written = 0
-        with self._writing:
-            self._written = table, rows, stored
+        written, update = 0, (rows, self.layout.rows_by_table(table, rows, stored))
         for piece in write_pieces(stored):
             of_tables = self.layout.rows_by_table(table, rows[piece], stored[piece])
             with self._writing:
+                self._written = update
                 if self._pending is not self.current:
                     self._pending.write_rows(rows[piece], of_tables)
                 written += self.current.write_rows(rows[piece], of_tables)
         return written
 
     def begin(self, pending: HotSet) -> None:
-        """Have a set, which is going to be filled, get row updates from now on. The set in use ends what was begun.
-
-        It gets the last one as well, of which some pieces, or all, may be written, and which is not counted yet.
-        """
+        """Have a set, which is going to be filled, get the last row update, which may be half done, and later ones."""
         with self._writing:
             self._pending = pending
-            if pending is not self.current and self._written is not None:
-                table, rows, stored = self._written
-                pending.write_rows(rows, self.layout.rows_by_table(table, rows, stored))
+            if pending is not self.current:
+                pending.write_rows(*self._written)
 
     def copy(self, pending: HotSet, numbers: Int64Array) -> None:
         """Fill in what the set in use has of rows of a set that has begun: numbers of keys, int64 [m], ascending."""
@@ -301,8 +296,7 @@ class HotRows:
         """Put a set that is filled in use, or none. Return the one before, to be closed once it has no users."""
         with self._writing, self._lock:
             self._retired, self.current = self.current, pending or self._empty
-            if pending is None:
-                self._written = None
+            self._written = self._written if pending else (self._empty.keys, ())
             self._pending = self.current
         return self._retired
 

@@ -77,11 +77,6 @@ class _Replica:
         return self.old_until > now and not bound.allows(*self.rows)
 
 
-def _newest_first(sequence: int, age_ms: int) -> tuple[float, float]:
-    """Return a key that sorts rows by their delta, and those of the same delta by age; unknown ones come last."""
-    return -sequence, age_ms if age_ms >= 0 else math.inf
-
-
 @dataclass(slots=True, eq=False)
 class _Attempt:
     """A lookup at one replica; `connection` is None until it was sent."""
@@ -113,10 +108,12 @@ class _Lookup:
     may_hedge: bool = True
     timer: asyncio.TimerHandle | None = None
 
-    def answer_lagging(self) -> None:
-        """Answer with the newest rows of the replicas that lag; with forked ones only if there are no others."""
-        answers = [answer for answer in self.lagging if answer.age_ms < FORKED_AGE_MS] or self.lagging
-        self.answer.set_result(min(answers, key=lambda answer: _newest_first(answer.sequence, answer.age_ms)))
+    def end(self, error: Exception) -> None:
+        """End with the newest rows of replicas that lag, forked ones only if there are no others; else by an error."""
+        if answers := [answer for answer in self.lagging if answer.age_ms < FORKED_AGE_MS] or self.lagging:
+            self.answer.set_result(max(answers, key=lambda answer: (answer.sequence, -answer.age_ms)))
+        else:
+            self.answer.set_exception(error)
 
 
 class ReplicatedShard:
@@ -276,8 +273,7 @@ class ReplicatedShard:
             health = replica.health
             comes_last = health.reason is not None and self._outliers.comes_last(health, replica.calls)
             is_new = replica.client.connection is None
-            lacks = bound is not None and replica.lacks(bound, now)
-            lag = _newest_first(*replica.rows) if lacks else (-math.inf, 0.0)
+            lag = (-replica.rows[0], replica.rows[1]) if bound and replica.lacks(bound, now) else (-math.inf, 0)
             return is_new and not replica.client.is_available, comes_last, lag, is_new, replica.calls
 
         # Rotating the start spreads lookups over replicas that are equally busy.
@@ -387,14 +383,10 @@ class ReplicatedShard:
             self._set_timer(lookup)
         if lookup.in_flight or lookup.answer.done():
             return
-        if lookup.lagging:
-            lookup.answer_lagging()
-        elif isinstance(error, DeadlineExceededError):
-            lookup.answer.set_exception(error)
-        else:
+        if not isinstance(error, DeadlineExceededError):
             unavailable = self._unavailable(lookup.failures)
-            unavailable.__cause__ = error
-            lookup.answer.set_exception(unavailable)
+            unavailable.__cause__, error = error, unavailable
+        lookup.end(error)
 
     def _retry(self, lookup: _Lookup, reason: str, *, is_free: bool = False) -> None:
         """Try another replica, in addition to those in flight, if the budget allows it."""
@@ -433,13 +425,8 @@ class ReplicatedShard:
                 self._outliers.failed(attempt.replica.health)
             state = "not connected" if attempt.connection is None else "no reply"
             lookup.failures.append(f"{address}: {state} after {waited_s:.3f} s")
-        if lookup.lagging:
-            lookup.answer_lagging()
-            return
-        reasons = "; ".join(lookup.failures)
-        lookup.answer.set_exception(
-            DeadlineExceededError(f"{self._name}: deadline passed before the answer ({reasons})")
-        )
+        problem = f"{self._name}: deadline passed before the answer ({'; '.join(lookup.failures)})"
+        lookup.end(DeadlineExceededError(problem))
 
     def _end(self, lookup: _Lookup, answer: asyncio.Future[Answer]) -> None:
         """Drop the attempts that are left when a lookup was answered, failed or was cancelled."""

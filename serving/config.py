@@ -309,8 +309,8 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
     asked and the newest rows answer; refuse, likewise, and if all are too old the request fails (rows_stale)."""
     shutdown_delay_s: float = setting(0.5, "S", ge=0, le=600)
     """After SIGTERM, how long requests are still taken while /readyz says that the process is not ready."""
-    ready_file: Path | None = setting(None, file_only=True)
-    """Of a worker that shares its ports: where it writes its process id once it listens."""
+    probe_port: int | None = setting(None, file_only=True, ge=0, le=65535)
+    """A private HTTP port of this one worker, on loopback."""
 
     @property
     def has_rows(self) -> bool:

@@ -194,7 +194,7 @@ def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: 
     ShardrankError if a stage fails; for a port or a device that can't be used, before the work.
     """
     with ExitStack() as stack:
-        ports = stack.enter_context(reserved_ports(fleet))
+        ports = stack.enter_context(reserved_ports(fleet, workers=1))
         DeviceChoice.parse(fleet.device)
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
         with progress_bars() as bars:

@@ -119,8 +119,8 @@ async def serve(
     """Serve until it is cancelled, or its cards fail; then finish what is in flight and close everything.
 
     Alone, it listens at once and says that it is not ready until the model is loaded. Beside other workers, at ports
-    that it shares with them, it listens only then, and writes `ready_file`: requests that reach it earlier would be
-    answered by nobody else.
+    that it shares with them, it listens only then: requests that reach it earlier would be answered by nobody else.
+    Until then `probe_port`, a private HTTP port on loopback without TLS, tells how it is.
 
     `load` installs the models; `on_listening` and `on_ready` are called with the ports before it and after it; `leave`
     once requests have ended: until then it follows what is wanted, and a rollout waits for it. `page` opens what the
@@ -132,24 +132,25 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             if leave is not None:
                 stack.push_async_callback(leave)
-            admin_port = None
+            admin_port, probe_port = None, config.probe_port
             tokens, ssl = _protection(service, config, tls, "http")
             if config.admin_port is not None:
                 admin_port = await stack.enter_async_context(
                     running_admin(service, config.host, config.admin_port, tokens=tokens, ssl=ssl, page=page)
                 )
-            listening = Listening(config.host, config.http_port, config.grpc_port)
-            if config.ready_file is None:
+            if probe_port is None:
                 listening = await stack.enter_async_context(running_server(service, config, tls))
+            else:
+                await stack.enter_async_context(running_admin(service, "127.0.0.1", probe_port, tokens=tokens))
+                listening = Listening(config.host, config.http_port, config.grpc_port)
             on_listening(replace(listening, admin_port=admin_port))
             await load()
             settle_heap()
-            if config.ready_file is None:
+            if probe_port is None:
                 await service.watch.refresh()
                 notify_ready()
             else:
-                await stack.enter_async_context(running_server(service, config, tls))
-                config.ready_file.write_text(str(os.getpid()))
+                listening = await stack.enter_async_context(running_server(service, config, tls))
             on_ready(replace(listening, admin_port=admin_port))
             await service.watch.cards_failed()
     finally:
@@ -185,9 +186,12 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
         member.address = options.advertise or url
 
-    if options.ready_file is None:
+    def on_ready(listening: Listening) -> None:
+        listening.announce(scheme)
+
+    if options.probe_port is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
-        with reserved_ports(options):
+        with reserved_ports(options, workers=0):
             pass
     traces = settings.trace_config(options, "shardrank-serve")
     service.access_log = AccessLog() if options.access_log else None

@@ -21,7 +21,6 @@ from typing import Any
 import httpx
 
 from loader.deltas.chain import FORMAT, is_commit
-from loader.deltas.publisher import SETTLED_S
 from loader.progress import Progress
 from loader.registry.fleet import delta_stream
 from loadtest.drill.config import Judged, Limit, Order, Report, RestartDrillConfig, UpgradeDrillConfig, answer_limits
@@ -93,8 +92,15 @@ async def replace_publisher(
     """Have the new release publish after the old one, which tries once more, and read all back. Returns figures."""
     await asyncio.sleep(WATCH_S)
     trainer.start(environment)
-    # Until a publisher that finds all nodes new changes the format.
-    await asyncio.sleep(SETTLED_S + WATCH_S)
+    await asyncio.sleep(WATCH_S)
+
+    async def last_format() -> int:
+        stream = delta_stream(fleet.spec.model, await fleet.live_version())
+        last = (await fleet.registry.registry.bounds(stream)).last
+        return max([1 + is_commit(entry.payload) for entry in await fleet.registry.registry.read(stream, last - 1)])
+
+    # A publisher that finds all nodes new changes the format, once they have been for a while.
+    await polled(last_format, FORMAT.__eq__, READY_TIMEOUT_S)
     refusal = ""
     try:
         await trainer.update(trainer.processes[0])

@@ -251,7 +251,7 @@ class ReadyDocument(BaseModel):
 
     ready: bool
     problems: dict[str, str] = Field(description='why not, by model; the key "" is the process itself')
-    degraded: dict[str, str] = Field(description="why rows are older than they may be, by model; still ready")
+    degraded: dict[str, str] = Field(description='why rows or weights are old, by model ("": registry); still ready')
 
 
 def create_documents(service: RankingService, tokens: Tokens | None = None) -> FastAPI:

@@ -259,7 +259,7 @@ def serve(config: ServeConfig) -> None:
       shardrank serve --snapshot models/films/3 --host 0.0.0.0 --tls-cert api.crt --tls-key api.key --tokens tokens.json
     """
     protection = Protection.of(config)
-    if config.ready_file is None:
+    if config.probe_port is None:
         # Of several workers the supervisor says it, once.
         settings.warn_if_open(config.host, protection)
     if config.workers > 1:

@@ -276,7 +276,7 @@ async def running_fleet(
         ShardrankError: as `begin`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        ports = reserved or stack.enter_context(reserved_ports(config))
+        ports = reserved or stack.enter_context(reserved_ports(config, config.workers))
         registry = open_registry(config.registry_url)
         stack.push_async_callback(registry.close)
         fleet = FleetRegistry(registry)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import os
 import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import httpx
 from prometheus_client.multiprocess import mark_process_dead
 
 from loader.registry import open_registry
@@ -33,8 +34,7 @@ from serving.fleet.supervisor import ChildSpec, NotYetError, Probe, configured_c
 from serving.observe.logs import announce
 from shard_node.agent.agent import AgentConfig
 
-LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-"""By hosts that stand for every interface, where they answer on this machine."""
+LOOPBACK = "127.0.0.1"
 
 
 @contextlib.contextmanager
@@ -63,17 +63,22 @@ def shared_port(host: str, port: int) -> Iterator[int]:
 
 def connectable_host(host: str) -> str:
     """Return the address at which a server that is bound to `host` answers on this machine."""
-    return LOOPBACKS.get(host, host)
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Listening:
-    """Where it listens, with real ports. `admin_port`: None for no such port."""
+    """Where it listens, with real ports. `admin_port`: None for no such port.
+
+    Of workers, which share these, `probes` has a private port on loopback for each: at a shared port, whichever worker
+    the kernel picks would answer the question whether this one is ready.
+    """
 
     host: str
     http_port: int
     grpc_port: int
     admin_port: int | None = None
+    probes: tuple[int, ...] = ()
 
     def announce(self, scheme: str) -> None:
         """Print where the APIs, the metrics and the status page are."""
@@ -87,8 +92,8 @@ class Listening:
 
 
 @contextlib.contextmanager
-def reserved_ports(config: FrontSettings) -> Iterator[Listening]:
-    """Hold the ports while the block runs. Raises FleetError if one is taken."""
+def reserved_ports(config: FrontSettings, workers: int) -> Iterator[Listening]:
+    """Hold the ports, and a private one for each worker, while the block runs. Raises FleetError if one is taken."""
     with contextlib.ExitStack() as held:
         http, grpc = (
             held.enter_context(shared_port(config.host, port)) for port in (config.http_port, config.grpc_port)
@@ -96,7 +101,8 @@ def reserved_ports(config: FrontSettings) -> Iterator[Listening]:
         admin = config.admin_port
         if admin is not None:
             admin = held.enter_context(shared_port(config.host, admin))
-        yield Listening(config.host, http, grpc, admin)
+        probes = tuple(held.enter_context(shared_port(LOOPBACK, 0)) for _ in range(workers))
+        yield Listening(config.host, http, grpc, admin, probes)
 
 
 def worker_specs(
@@ -106,12 +112,12 @@ def worker_specs(
     environment: Mapping[str, str],
     probes: Sequence[Probe] = (),
 ) -> list[ChildSpec]:
-    """Make one child for each of `configs`; what several workers count is added up by files in `run_directory`.
+    """Make one child for each probe port; what several workers count is added up by files in `run_directory`.
 
     `configs` has each worker's settings but its ports, `probes` what else each must report, if anything.
     """
-    on_exit, places = None, [dict[str, str]() for _ in configs]
-    if len(configs) > 1:
+    on_exit, places = None, [dict[str, str]() for _ in ports.probes]
+    if len(ports.probes) > 1:
         metrics = run_directory / "metrics"
         places = [{WORKER_VARIABLE: f"{worker}/{len(places)}"} for worker in range(len(places))]
         metrics.mkdir(mode=0o700, exist_ok=True)
@@ -119,22 +125,27 @@ def worker_specs(
         # A dead process' gauges must not be added up with those of the living.
         on_exit = partial(mark_process_dead, path=str(metrics))
     specs = []
-    for worker, config in enumerate(configs):
+    for worker, probe_port in enumerate(ports.probes):
+        shared = {name: getattr(ports, name) for name in ("host", "http_port", "grpc_port", "admin_port")}
+        config = configs[worker].model_copy(update={**shared, "probe_port": probe_port})
         name = f"serve-{worker}"
-        ready_file = run_directory / f"{name}.ready"
-        placed = config.model_copy(update={**dataclasses.asdict(ports), "ready_file": ready_file})
-        command = configured_command("serve", placed, run_directory / f"{name}.toml")
-        probe = partial(_ask_worker, probes[worker : worker + 1], ready_file)
+        command = configured_command("serve", config, run_directory / f"{name}.toml")
+        probe = partial(_ask_worker, probes[worker : worker + 1], probe_port)
         specs.append(ChildSpec(name, command, probe, {**environment, **places[worker]}, on_exit))
     return specs
 
 
-async def _ask_worker(probes: Sequence[Probe], ready_file: Path, process_id: int) -> None:
+async def _ask_worker(probes: Sequence[Probe], port: int, process_id: int) -> None:
     for probe in probes:
         await probe(process_id)
-    # A few bytes in the run directory.
-    if not ready_file.exists() or ready_file.read_text() != str(process_id):  # noqa: ASYNC240
-        raise NotYetError("it does not listen yet")
+    url = f"http://{LOOPBACK}:{port}/readyz"
+    try:
+        async with httpx.AsyncClient(verify=False, trust_env=False) as client:
+            answer = await client.get(url)
+    except httpx.HTTPError as error:
+        raise NotYetError(f"{url}: {error}") from error
+    if not answer.is_success:
+        raise NotYetError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
 
 
 def run_workers(config: ServeConfig) -> None:
@@ -149,7 +160,7 @@ def run_workers(config: ServeConfig) -> None:
     workers = [worker_config(config, worker) for worker in range(config.workers)]
 
     async def program() -> None:
-        with reserved_ports(config) as ports:
+        with reserved_ports(config, len(workers)) as ports:
             # Workers leave their fleet once they have drained, which may take as long again as the default grace.
             grace_s = SupervisionConfig().stop_grace_s + config.shutdown_delay_s
             async with supervised(SupervisionConfig(stop_grace_s=grace_s)) as supervisor:
@@ -174,7 +185,10 @@ def worker_config(config: ServeConfig, worker: int) -> ServeConfig:
     return config.model_copy(update=update)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+ANY_HOST = frozenset({"0.0.0.0", "::", ""})
+
+
+@dataclass(frozen=True, slots=True)
 class Membership:
     """What a process follows.
 
@@ -218,4 +232,4 @@ def node_id(kind: str, place: str) -> str:
 
 def reachable_host(bound: str) -> str:
     """Return the host at which others reach what is bound: every interface stands for this host's name."""
-    return socket.gethostname() if bound in LOOPBACKS else bound
+    return socket.gethostname() if bound in ANY_HOST else bound

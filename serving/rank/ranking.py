@@ -301,6 +301,10 @@ class Ranking:
             if isinstance(shard, ReplicatedShard):
                 shard.min_sequence = self.parts.min_sequence
 
+    async def require_step(self) -> None:
+        """Score with the step in use, not with the one before: of a shard, replicas with its rows are asked."""
+        self.stage_weights(self.parts)
+
     async def weights_active(self, sequence: float = math.inf) -> bool:
         """Return whether the last step offered answers, or rows reach `sequence` before; calls `nodes` if need be."""
         offered = self._steps[0]

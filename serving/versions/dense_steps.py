@@ -12,15 +12,15 @@ from typing import Final
 
 import torch
 
-from loader.deltas.chain import entry_digest, is_commit
+from loader.deltas.chain import entry_digest
 from loader.deltas.dense import checked_tensors, read_step
 from loader.errors import DeltaError, RegistryError, ShardrankError
 from loader.progress import ended
 from loader.registry.fleet import DenseStep, FleetRegistry, cut_reason, delta_stream
-from loader.registry.registry import StreamEntry
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
 from serving.observe.metrics import ServingMetrics
+from serving.rank.ranking import Ranking
 from serving.versions.loaded_version import LoadedVersion
 from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generations
@@ -136,13 +136,9 @@ class DenseSteps:
         logger.info("dense step %d of %s %d is loaded, rows need delta %d", record.step, *key, record.sequence)
         return True
 
-    async def _check_delta(self, record: DenseStep) -> bool:
-        """Raise DeltaError if the stream has lost the delta that a step needs: rows with a later one may lack it.
-
-        Returns whether that may be checked often: an entry of format 1 is read with its rows.
-        """
+    async def _check_delta(self, record: DenseStep) -> None:
+        """Raise DeltaError if the stream has lost the delta that a step needs: rows with a later one may lack it."""
         published = await self._fleet.version(record.model, record.version)
-        entries: list[StreamEntry] = []
         if record.digest and published is not None:
             stream = delta_stream(record.model, published.delta_base)
             # Before the bounds: what is trimmed in between counts as trimmed, not as lost.
@@ -151,36 +147,28 @@ class DenseSteps:
             is_known = bounds.first <= record.sequence and bounds.last > 0
             if is_known and [entry_digest(entry.payload).hex() for entry in entries] != [record.digest]:
                 raise DeltaError(f"{stream} has lost delta {record.sequence} ({record.digest})", kind="delta_fork")
-        return all(is_commit(entry.payload) for entry in entries)
 
     async def follow(self, generations: Generations[LoadedVersion]) -> None:
         """Update what is served to new steps. Raises RegistryError."""
-        # Nothing here keeps versions that are retired while another one is looked at.
-        served = [generation for generation in generations.all() if generation.state != "draining"]
-        steps = {(generation.model, generation.version): generation.payload.dense_step for generation in served}
-        del served
+        served = {(each.model, each.version) for each in generations.all() if each.state != "draining"}
         for known in (self.refused, self._unread):
-            for gone in known.keys() - steps.keys():
+            for gone in known.keys() - served:
                 del known[gone]
         self._polls += 1
-        # Of all versions before the registry is needed: it may be unreachable.
-        for key in steps:
-            with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
-                if await self._went_back(lease.payload):
-                    steps[key] = 0
-        for key, step in steps.items():
-            if await self._newer(*key, step) is not None:
+        # All versions go back before the registry, which may be unreachable, is needed.
+        for work in (self._go_back, self.update):
+            for key in served:
                 # Leased until its new weights are checked, which its replicas do; it may be withdrawn by now.
                 with suppress(GenerationNotFoundError), generations.lease(*key) as lease:
-                    await self.update(lease.payload)
+                    await work(lease.payload)
 
-    async def _went_back(self, served: LoadedVersion) -> bool:
+    async def _go_back(self, served: LoadedVersion) -> None:
         """Go back to the snapshot's weights if rows lack what steps need for too long; note if a step answers again."""
         key, step, before = (served.model, served.version), served.dense_step, served.dense_fallback
         lost = await self._lost(served)
         try:
             if before and step and not lost and await served.accepts_dense():
-                await served.forget_step_before()
+                await served.on_each(Ranking.require_step)
                 served.dense_fallback = ""
             elif not before and (lost or any(ranking.lacking_s >= self._wait_s for ranking in served.rankings)):
                 await self._with_snapshot(served, served.use_snapshot_weights)
@@ -193,14 +181,12 @@ class DenseSteps:
             logger.warning("%s %d: %s", *key, served.dense_fallback or f"dense step {step} answers again")
             self._metrics.set_version("dense_step", *key, served.dense_step)
             self._metrics.set_version("dense_step_fallback", *key, bool(served.dense_fallback))
-        return not before and bool(served.dense_fallback)
 
     async def _lost(self, served: LoadedVersion) -> str:
-        """Return, in every fourth poll, why the step in use must not answer whatever delta rows have; "" if it may."""
-        if served.dense_record is not None and self._polls % 4 == 0:
+        """Return, about every 5 s, why the step in use must not answer whatever delta rows have; "" if it may."""
+        if served.dense_record is not None and self._polls % 20 == 0:  # an entry of format 1 has up to 4 MiB
             try:
-                if not await self._check_delta(served.dense_record):
-                    served.dense_record = None
+                await self._check_delta(served.dense_record)
             except DeltaError as error:
                 return str(error)
             except RegistryError:

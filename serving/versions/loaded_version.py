@@ -93,8 +93,7 @@ class LoadedVersion:
 
     `batcher` queues its requests; `access` returns the counts of lookups that this process answers itself,
     without a shard node; `dense_step` is the newest step of weights that it may answer with, 0 for the snapshot's;
-    `dense_record` its record if that is checked again and again; `dense_fallback` says why the snapshot's answer in
-    place of a step, "" if they do not.
+    `dense_record` its record; `dense_fallback` says why the snapshot's answer in place of a step, "" if they do not.
     """
 
     def __init__(
@@ -182,7 +181,6 @@ class LoadedVersion:
         description = ModelInfo.of(snapshot, limits, checked.dtype, checked.fallback)
 
         def access() -> list[LookupSampler]:
-            # Of the rows that are here now: a node may have replaced those that it began with.
             rows = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
             return rows if hot is None else [*rows, hot.access]
 
@@ -223,11 +221,13 @@ class LoadedVersion:
             )
         return nodes
 
+    async def on_each(self, work: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> list[Result]:
+        """Run a coroutine on each replica, between batches. Raises UnavailableError if one has ended."""
+        return await asyncio.gather(*(asyncio.wrap_future(replica.call(work)) for replica in self._replicas))
+
     async def accepts_dense(self, sequence: float = math.inf) -> bool:
         """Return whether a step that needs the delta `sequence` may replace the one before. Raises ShardrankError."""
-        is_active = partial(Ranking.weights_active, sequence=sequence)
-        active = [asyncio.wrap_future(replica.call(is_active)) for replica in self._replicas]
-        return all(await asyncio.gather(*active))
+        return all(await self.on_each(partial(Ranking.weights_active, sequence=sequence)))
 
     def change_dense(
         self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], record: DenseStep, max_drift: float
@@ -258,14 +258,6 @@ class LoadedVersion:
 
         _on_all(replicas, offer)
         self.dense_step, self.dense_record = record.step, record
-
-    async def forget_step_before(self) -> None:
-        """Require rows that the step in use may answer with; the one before answers no more. Raises ShardrankError."""
-
-        async def forget(ranking: Ranking) -> None:
-            ranking.stage_weights(ranking.parts)
-
-        await asyncio.gather(*(asyncio.wrap_future(replica.call(forget)) for replica in self._replicas))
 
     def use_snapshot_weights(self, snapshot: Snapshot) -> None:
         """Answer with the snapshot's weights, which its load has checked, and forget all dense steps. Blocks."""

@@ -258,9 +258,9 @@ class NodeActions:
     async def _withdraw(self, model: str, version: int) -> None:
         async with self._changing[model]:
             await self._followers.stop(model, version)
-            all_here = {(each.model, each.version): each for each in self._node.generations.all()}
+            generations = {(each.model, each.version): each for each in self._node.generations.all()}
             # It drains already if it was to be staged anew.
-            generation = all_here.get((model, version))
+            generation = generations.get((model, version))
             if generation is not None and generation.state != "draining":
                 self._node.generations.retire(model, version)
         while generation is not None and not generation.retired.is_set():  # noqa: ASYNC110  # set by threads
@@ -270,7 +270,7 @@ class NodeActions:
         """Replace rows of which the stream has forked by the snapshot's, with the deltas that the stream has now."""
         try:
             try:
-                await self._mend_beside(model, version)
+                await self._load_and_replace(model, version)
             except MemoryBudgetError as error:
                 logger.warning("version %d of %s is to be staged anew, not mended beside: %s", version, model, error)
                 await self._stage_anew(model, version)
@@ -279,7 +279,7 @@ class NodeActions:
             logger.error("version %d of %s is not mended yet: %s", version, model, error, exc_info=unforeseen)
             await asyncio.sleep(RETRY_S)
 
-    async def _mend_beside(self, model: str, version: int) -> None:
+    async def _load_and_replace(self, model: str, version: int) -> None:
         async with self._loaded(model, version, limit_s=None) as tables:
             progress = tables.deltas.now
             if progress.forked or not (progress.has_caught_up or progress.reason):

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 
 import httpx
 import pytest
@@ -66,7 +64,7 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def loading_server(
-    model: ApiModel, port: int, ready_file: Path | None = None
+    model: ApiModel, port: int, probe_port: int | None = None
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """A serving process that loads its model when what is yielded is called, and is then ready."""
     service, may_load, ready = RankingService(expected_models=[MODEL]), asyncio.Event(), asyncio.Event()
@@ -79,7 +77,7 @@ async def loading_server(
         may_load.set()
         await ready.wait()
 
-    config = ServeConfig(http_port=port, grpc_port=0, shutdown_delay_s=0, ready_file=ready_file)
+    config = ServeConfig(http_port=port, grpc_port=0, shutdown_delay_s=0, probe_port=probe_port)
     serving = asyncio.create_task(serve(service, config, load, lambda listening: ready.set()))
     yield finish_loading
     serving.cancel()
@@ -103,15 +101,18 @@ async def test_a_process_that_loads_says_so_and_is_ready_afterwards(api_model):
         assert (await client.post(f"/v1/models/{MODEL}:rank", json=api_request(1))).status_code == 200
 
 
-async def test_a_worker_listens_at_a_shared_port_when_it_is_loaded(api_model, tmp_path):
-    port, ready_file = free_port(), tmp_path / "ready"
-    async with loading_server(api_model, port, ready_file) as finish_loading, httpx.AsyncClient() as client:
+async def test_a_worker_listens_at_a_shared_port_when_it_is_loaded(api_model):
+    port, probe_port = free_port(), free_port()
+    async with (
+        loading_server(api_model, port, probe_port) as finish_loading,
+        httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(retries=8)) as client,
+    ):
+        assert (await client.get(f"http://127.0.0.1:{probe_port}/readyz")).status_code == 503
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
-        assert not ready_file.exists()
         await finish_loading()
-        assert ready_file.read_text() == str(os.getpid())
-        assert (await client.get(f"http://127.0.0.1:{port}/readyz")).status_code == 200
+        for served in (port, probe_port):
+            assert (await client.get(f"http://127.0.0.1:{served}/readyz")).status_code == 200
 
 
 async def test_a_process_leaves_its_fleet_once_requests_have_ended(api_model):

@@ -69,7 +69,7 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("trace_protocol", ("http", "grpc", "http")),
     ("log_level", ("debug", "error", "info")),
     ("log_format", ("json", "text", "json")),
-    ("log_dir ready_file", (Path("/a"), Path("/b"), Path("/c"))),
+    ("log_dir", (Path("/a"), Path("/b"), Path("/c"))),
     ("hot_rows", ("static", "learning", "static")),
     ("plan_file", (Path(__file__), Path(pytest.__file__), Path(click.__file__))),
 ]

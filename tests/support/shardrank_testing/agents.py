@@ -23,6 +23,8 @@ from shard_node.agent.version_loading import StagingConfig
 from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.node import ShardNode
+from shardrank_testing.bags import bags_of
+from shardrank_testing.nodes import until
 from shardrank_testing.registered_fleet import change_wanted
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.waiting import Clock
@@ -261,3 +263,15 @@ def plan_of(snapshot: Snapshot, num_cards: int = 1) -> tuple[Partition, str]:
     """Of a fleet of one shard."""
     plan = Plan.of_snapshot(snapshot, 1, cards_per_shard=num_cards)
     return plan.partition(0), plan.digest
+
+
+def user_3(under: NodeUnderTest) -> list[float]:
+    """The row of user 3, as the node pools it."""
+    user = under.node.generations.payload("films", 1).engine.layout.index["user"]
+    blocks = under.node.pool("films", 1, bags_of({user: [[3]]}))
+    return next(block for block in blocks if block.size)[0].tolist()
+
+
+async def reached(under: NodeUnderTest, sequence: int) -> None:
+    """Wait until its only version has a delta."""
+    await until(lambda: under.actions.reports()[0].delta_sequence == sequence)
