@@ -359,7 +359,6 @@ def _refusal(schema: RequestSchema, lists: _Lists, *, is_lookup: bool) -> Invali
 
 
 def _members(value: Any, allowed: frozenset[str] | None, *path: str) -> dict[str, Any]:
-    """Return an object's members. Raises InvalidRequestError for no object, too many keys, one twice, or another."""
     if not isinstance(value, _OBJECTS):
         raise invalid_field(".".join(filter(None, path)), f"{_shown(value)} is not an object")
     if len(value) > MAX_KEYS:
