@@ -94,8 +94,6 @@ _THREAD = _ThreadParser()
 
 
 class _Lists(msgspec.Struct):
-    """The lists of a request: ids and weights by feature, and the dense values of each part."""
-
     ids: dict[str, Any]
     weights: dict[str, Any]
     dense: dict[Part, Any]
@@ -375,7 +373,6 @@ def _members(value: Any, allowed: frozenset[str] | None, *path: str) -> dict[str
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it looked in JSON, cut short."""
     if isinstance(value, simdjson.Array):
         return "a list"
     if isinstance(value, simdjson.Object):

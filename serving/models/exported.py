@@ -290,7 +290,6 @@ def check_bindings(spec: ModelSpec) -> None:
 
 
 def _argument(spec: ModelSpec, source: InputSource) -> _Argument:
-    """Return what an argument gets. Raises RankingModelError for what the model does not have."""
     shapes, prefix = InputShapes.of(spec), f"model {spec.model!r}: inputs"
     is_gathered = getattr(source, "per", "candidate") == "candidate"
     rows = "N" if is_gathered else "R"

@@ -465,8 +465,6 @@ class FleetMember:
         self._hot_reports[key] = HotReport(rows=status.rows, size_bytes=status.size_bytes, lookups=lookups, hits=hits)
 
     def _discard(self, served: LoadedVersion) -> None:
-        """Free a version that nobody used, in a thread of its own."""
-
         def discard() -> None:
             served.close()
             if not self._service.generations.has(served.model, served.version):
