@@ -389,10 +389,10 @@ class UniformTables:
         )
 
 
-def make_node(snapshot: Snapshot, plan: Plan) -> ShardNode:
-    """Load the first shard of a model on a node."""
-    node, version = ShardNode(plan.identity(0)), (snapshot.spec.model, snapshot.version)
-    node.generations.stage(*version, load_tables(snapshot, plan.partition(0), plan.digest))
+def make_node(snapshot: Snapshot, plan: Plan, shard: int = 0) -> ShardNode:
+    """Load one shard of a model on a node."""
+    node, version = ShardNode(plan.identity(shard)), (snapshot.spec.model, snapshot.version)
+    node.generations.stage(*version, load_tables(snapshot, plan.partition(shard), plan.digest))
     node.generations.flip(*version)
     return node
 
