@@ -34,6 +34,7 @@ from loadtest.bench.harness import (
 )
 from loadtest.errors import LoadError
 from router.plan import Plan
+from serving.cli.settings import opened_registry
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.agent.node_agent import NodeActions, NodeConfig
 from shard_node.node import LoadedTables, ShardNode
@@ -54,7 +55,6 @@ MEASURES = (
 
 
 def _train(url: str, tables: UniformTables, rows_per_s: int, ended: Event) -> None:
-    """Publish at a steady rate."""
     rng = np.random.default_rng(1)
     step = max(1, rows_per_s // PUBLISHES_PER_S)
     # Drawn beforehand, since lookups share the processor.
@@ -96,16 +96,11 @@ def _following(url: str, version: int, tables: LoadedTables) -> Iterator[None]:
     ended = threading.Event()
 
     async def follow() -> None:
-        registry = open_registry(url)
         rows = tables.engine, tables.deltas, tables.partition
-        follower = DeltaFollower(FleetRegistry(registry), MODEL, version, *rows)
-        try:
-            async with asyncio.TaskGroup() as group:
-                following = group.create_task(follower.run())
-                await asyncio.to_thread(ended.wait)
-                following.cancel()
-        finally:
-            await registry.close()
+        async with opened_registry(url) as fleet, asyncio.TaskGroup() as group:
+            following = group.create_task(DeltaFollower(fleet, MODEL, version, *rows).run())
+            await asyncio.to_thread(ended.wait)
+            following.cancel()
 
     with ThreadPoolExecutor(1, "follower") as thread:
         work = thread.submit(asyncio.run, follow())
@@ -117,11 +112,8 @@ def _following(url: str, version: int, tables: LoadedTables) -> Iterator[None]:
 
 
 async def _register(url: str, snapshot: Snapshot) -> None:
-    registry = open_registry(url)
-    try:
-        await register(FleetRegistry(registry), snapshot, clock=time.time)
-    finally:
-        await registry.close()
+    async with opened_registry(url) as fleet:
+        await register(fleet, snapshot, clock=time.time)
 
 
 async def _mend(bench: Bench, snapshot: Snapshot, num_rows: int) -> dict[str, float | int]:

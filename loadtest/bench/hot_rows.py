@@ -85,8 +85,20 @@ def draw_hits(
     return drawn
 
 
-def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: float) -> None:
-    """Measure lookups of the same ids without hot rows and with them, at chosen hit rates."""
+@bench_command
+@click.option("--rows", type=click.IntRange(2), default=100_000, show_default=True, help="Of each of 26 tables.")
+@click.option("--hot-rows", type=click.IntRange(1), default=10_000, show_default=True, help="Of each table.")
+@click.option("--seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Of each measurement.")
+def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
+    """Measure what copies of hot rows at the router save: lookups over shard processes without them and with them.
+
+    Examples:
+      shardrank loadtest bench hot-rows --quick
+      shardrank loadtest bench hot-rows --json hot-rows.json
+    """
+    if hot_rows >= rows:
+        raise click.UsageError("--hot-rows: fewer than the rows of a table")
+    tables, seconds = UniformTables(26, rows, 64), bench.seconds(seconds)
     rng = np.random.default_rng(0)
     with ExitStack() as stack:
         bench.say(f"writing {tables.count} tables of {tables.rows} rows")
@@ -114,19 +126,3 @@ def measure_cost(bench: Bench, tables: UniformTables, hot_rows: int, seconds: fl
         bench.run(cells)
         for router in routers.values():
             bench.runner.run(router.close())
-
-
-@bench_command
-@click.option("--rows", type=click.IntRange(2), default=100_000, show_default=True, help="Of each of 26 tables.")
-@click.option("--hot-rows", type=click.IntRange(1), default=10_000, show_default=True, help="Of each table.")
-@click.option("--seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Of each measurement.")
-def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
-    """Measure what copies of hot rows at the router save: lookups over shard processes without them and with them.
-
-    Examples:
-      shardrank loadtest bench hot-rows --quick
-      shardrank loadtest bench hot-rows --json hot-rows.json
-    """
-    if hot_rows >= rows:
-        raise click.UsageError("--hot-rows: fewer than the rows of a table")
-    measure_cost(bench, UniformTables(26, rows, 64), hot_rows, bench.seconds(seconds))

@@ -191,7 +191,6 @@ class ServedModel:
 
 
 def _batch_counts(server: Server) -> tuple[float, ...]:
-    """Return requests in batches, and batches, so far."""
     text = server.metrics()
     return tuple(sum(summed(text, f"shardrank_batch_requests_{part}").values()) for part in ("sum", "count"))
 

@@ -117,7 +117,6 @@ async def _attempt(fleet: OracleFleet, group: str, when: When, break_: Break) ->
 
 
 async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
-    """Publish where the first file does not fit, and where the largest one does not."""
     snapshot = await asyncio.to_thread(fleet.export_next, fleet.folder / "source", FIRST_VERSION)
     largest_kb = max(path.stat().st_size for path in snapshot.rglob("*")) // 1024
     url, attempts = fleet.registry.registry.url, []

@@ -120,8 +120,6 @@ async def _run_case(fleet: OracleFleet, case: CrashCase, delay_s: float) -> dict
 
 
 async def _until_step(fleet: OracleFleet, case: CrashCase, step: str) -> None:
-    """Wait until a step is on record. Raises LoadError if the rollout ends without it."""
-
     def is_enough(last: Rollout | None) -> bool:
         return last is None or not last.active or last.step == step
 
@@ -131,7 +129,6 @@ async def _until_step(fleet: OracleFleet, case: CrashCase, step: str) -> None:
 
 
 async def _kill(fleet: OracleFleet, case: CrashCase) -> None:
-    """Kill -9, and return when the successor is started. Raises LoadError if there is none."""
     child = fleet.redis if fleet.redis and not case.process else fleet.local.supervisor.children[case.process]
     if (killed := child.pid) is None:
         raise LoadError(f"{case}: it does not run")

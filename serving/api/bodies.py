@@ -39,8 +39,8 @@ def left_early() -> InvalidRequestError:
     )
 
 
-async def read_body(receive: Receive, limit: str, max_bytes: int) -> bytes:
-    """Read a body of `max_bytes` at most. Raises InvalidRequestError."""
+async def read_json(receive: Receive, limit: str, max_bytes: int, kind: type[T], form: str) -> T:
+    """Read a body of JSON; an empty one is `{}`. Raises InvalidRequestError, which says of what `form` it must be."""
     parts: list[bytes] = []
     received, has_more = 0, True
     while has_more:
@@ -52,14 +52,8 @@ async def read_body(receive: Receive, limit: str, max_bytes: int) -> bytes:
         if received > max_bytes:
             raise body_too_large(limit, max_bytes, f"at least {received}")
         has_more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-async def read_json(receive: Receive, limit: str, max_bytes: int, kind: type[T], form: str) -> T:
-    """Read a body of JSON; an empty one is `{}`. Raises InvalidRequestError, which says of what `form` it must be."""
-    body = await read_body(receive, limit, max_bytes)
     try:
-        return msgspec.json.decode(body or b"{}", type=kind)
+        return msgspec.json.decode(b"".join(parts) or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise malformed("", f"the body must {form}: {error}") from error
 

@@ -44,7 +44,6 @@ API_VERSION = "1"
 MAX_INDEX_BODY_BYTES = 4096
 SERVER_NAME = "shardrank"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics")
-PLATFORM = "shardrank"
 HIDDEN_PROBLEMS = "it is not ready; a token with the scope 'describe' is told why"
 
 # https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto
@@ -476,7 +475,7 @@ def model_metadata(service: RankingService, model: str, version: str) -> Documen
     return {
         "name": model,
         "versions": [str(each.version) for each in _generations(service) if each.model == model],
-        "platform": PLATFORM,
+        "platform": SERVER_NAME,
         "inputs": [_tensor(spec) for spec in schema.inputs.values()],
         "outputs": [_tensor(spec) for spec in schema.outputs.values()],
     }
@@ -487,7 +486,7 @@ def model_config(service: RankingService, model: str, version: str) -> Document:
     schema = _schema(service, model, version)
     return {
         "name": model,
-        "platform": PLATFORM,
+        "platform": SERVER_NAME,
         "backend": SERVER_NAME,
         # Requests are joined by this server's own batcher, whatever their shapes; clients don't batch for it.
         "max_batch_size": 0,

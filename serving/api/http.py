@@ -126,7 +126,6 @@ def _codec(route: re.Match[str], fields: Fields) -> tuple[Codec, tuple[str, ...]
 
 
 def _is_coded(fields: Fields, codings: tuple[str, ...]) -> bool:
-    """Return whether a body is to be decompressed. Raises InvalidRequestError for another coding."""
     coding = (_text(fields, b"content-encoding") or "identity").lower()
     if coding != "identity" and coding not in codings:
         others = f", or coded as {' or '.join(codings)}" if codings else ""
@@ -184,7 +183,6 @@ class HttpServer(HttpListener):
                 await self._ticking
 
     async def _tick(self) -> None:
-        """Check deadlines, and write the date of answers and the log of a second."""
         second, period_s = -math.inf, min(CHECK_S, self.limits.receive_timeout_s / 8)
         while True:
             if (now := self.clock()) - second >= 1.0:

@@ -363,7 +363,6 @@ class HttpConnection(Accepted, HttpToolsProtocol):
         task.add_done_callback(self.tasks.discard)
 
     async def _respond(self, exchange: Exchange, respond: Respond, body: bytes) -> None:
-        """Write an answer, unless its client has left."""
         if self._exchange is not exchange:
             return
         exchange.on_leave = None
@@ -454,7 +453,6 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             self.transport.pause_reading()
 
     def _read_on(self) -> None:
-        """Parse what was kept, and read again."""
         if self._is_paused and self.unread_deadline == math.inf and self.state not in (State.ANSWERING, *_CLOSED):
             data, self._buffered = self._buffered[self._num_fed :], self._buffered[: self._num_fed]
             self._is_paused = False
@@ -468,7 +466,6 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             self.loop.call_soon(self._read_on)
 
     def _refuse(self, error: ShardrankError, *, closes: bool = False) -> None:
-        """Count what the application shall not answer, and answer it."""
         self._listener.note(error.kind)
         self._answer(error, closes=closes)
 

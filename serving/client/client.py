@@ -261,7 +261,6 @@ class Requests:
         ends: float,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Make a call, and make it again as the policy allows."""
         for name, value in options.items():
             try:
                 if value is not None:

@@ -311,7 +311,6 @@ def _ids(values: Values, path: str, lengths: Int32Array | None) -> tuple[Int64Ar
 
 
 def _floats(values: Values, path: str, dimensions: int) -> Float32Array:
-    """Read float32 of one or two dimensions."""
     try:
         array = np.asarray(values)
     except ValueError:

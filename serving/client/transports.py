@@ -256,7 +256,6 @@ def _described(body: bytes) -> bytes:
 
 
 def _grpc_error(call: Any) -> ShardrankError:
-    """Return the error that a gRPC call ended with, by its status, its text and the trailers that the server set."""
     trailers = {name: str(value) for name, value in call.trailing_metadata() or ()}
     status, message, pushback_ms = call.code().name, call.details() or "", trailers.get("grpc-retry-pushback-ms", "")
     known = {"grpc_status": status, "retry_after_s": int(pushback_ms) / 1000 if pushback_ms.isdecimal() else None}

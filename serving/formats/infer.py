@@ -141,7 +141,6 @@ class InferCodec(Codec, eq=False):
         inputs: dict[str, Tensor],
         outputs: list[Output],
     ) -> Self:
-        """Return the codec of a request with these names of its model, version and request."""
         if parameters.sequence_id:
             problem = "requests here belong to no sequence"
             raise InvalidRequestError("parameters.sequence_id", problem, kind="unsupported_extension")
@@ -279,7 +278,6 @@ class InferCodec(Codec, eq=False):
         raise NotImplementedError
 
     def _outputs(self, response: Response) -> list[tuple[Output, str, npt.NDArray[Any]]]:
-        """Return each output with its datatype and elements, little-endian."""
         ranked, outputs = cast(RankResult, response), []
         for output in self.outputs or [Output(name) for name in (SCORES, ORDER, *ranked.outputs)]:
             if output.name == ORDER:
@@ -299,7 +297,6 @@ def _wrong_count(path: str, count: int, actual: str) -> InvalidRequestError:
 
 
 def _check_names(schema: RequestSchema, given: dict[str, Tensor]) -> None:
-    """Refuse inputs that the model does not have, and requests without one that it needs."""
     known, model = schema.inputs, schema.features.spec.model
     for name in given:
         if name not in known:
@@ -324,9 +321,6 @@ def parse_version(text: str) -> int | None:
 def _response_id(response: Response) -> str:
     """Return the request's id, or 32 hex digits that no other response has."""
     return response.request_id or f"{_PREFIX}{next(_COUNT):016x}"
-
-
-# HTTP
 
 
 class _Body(msgspec.Struct, gc=False, kw_only=True):
@@ -459,8 +453,6 @@ class InferHttpCodec(InferCodec, eq=False):
             return np.fromiter(elements, _DTYPES[datatype], count=count).data
 
 
-# gRPC
-
 _NAME = "inference.ModelInferRequest"
 _REQUEST, _CONTENTS = protobuf.tags_of(inference.ModelInferRequest), protobuf.tags_of(inference.InferTensorContents)
 _TENSOR = protobuf.tags_of(inference.ModelInferRequest.InferInputTensor)
@@ -577,7 +569,6 @@ def _described(message: protobuf.ProtobufMessage, tags: dict[int, str], start: i
 
 
 def _parameter(message: protobuf.ProtobufMessage, start: int, end: int) -> dict[str, object]:
-    """Read an entry of a map of parameters."""
     name, (first, last) = message.entry(start, end, "parameters")
     try:
         parameter = inference.InferParameter.FromString(bytes(message.view[first:last]))

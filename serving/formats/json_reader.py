@@ -94,8 +94,6 @@ _THREAD = _ThreadParser()
 
 
 class _Lists(msgspec.Struct):
-    """The lists of a request: ids and weights by feature, and the dense values of each part."""
-
     ids: dict[str, Any]
     weights: dict[str, Any]
     dense: dict[Part, Any]
@@ -359,7 +357,6 @@ def _refusal(schema: RequestSchema, lists: _Lists, *, is_lookup: bool) -> Invali
 
 
 def _members(value: Any, allowed: frozenset[str] | None, *path: str) -> dict[str, Any]:
-    """Return an object's members. Raises InvalidRequestError for no object, too many keys, one twice, or another."""
     if not isinstance(value, _OBJECTS):
         raise invalid_field(".".join(filter(None, path)), f"{_shown(value)} is not an object")
     if len(value) > MAX_KEYS:
@@ -376,7 +373,6 @@ def _members(value: Any, allowed: frozenset[str] | None, *path: str) -> dict[str
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it looked in JSON, cut short."""
     if isinstance(value, simdjson.Array):
         return "a list"
     if isinstance(value, simdjson.Object):

@@ -144,9 +144,6 @@ def _exported(spec: ModelSpec) -> ExportedModelSpec:
     return spec.dense_model
 
 
-# Programs
-
-
 def _loaded_program(spec: ModelSpec, archive: ProgramArchive) -> ExportedRanking:
     """Read a checked program, and prepare its graph to be called without PyTorch's checks."""
     from torch.export.pt2_archive._package import load_pt2
@@ -265,9 +262,6 @@ def _size_problem(got: Any, expected: int | str, program: ExportedProgram) -> st
     return ""
 
 
-# Arguments and outputs
-
-
 def _output_order(spec: ModelSpec, program: ExportedProgram) -> list[int]:
     """Return the index of each described output in the program's: by name if it returns a dict, else in order.
 
@@ -296,7 +290,6 @@ def check_bindings(spec: ModelSpec) -> None:
 
 
 def _argument(spec: ModelSpec, source: InputSource) -> _Argument:
-    """Return what an argument gets. Raises RankingModelError for what the model does not have."""
     shapes, prefix = InputShapes.of(spec), f"model {spec.model!r}: inputs"
     is_gathered = getattr(source, "per", "candidate") == "candidate"
     rows = "N" if is_gathered else "R"
@@ -356,9 +349,6 @@ def _gathered(read: Binding, is_gathered: bool) -> Binding:
     if is_gathered:
         return lambda inputs: read(inputs).index_select(0, inputs.request_of_candidate)
     return lambda inputs: read(inputs).contiguous()
-
-
-# The trial
 
 
 def _check_by_trial(spec: ModelSpec, model: ExportedRanking) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from loader.errors import ShardrankError
-from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, BatchTimes, Call, Traced
+from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Traced
 from serving.observe.metrics import ServingMetrics
 from shard_node.tracing import (
     MAX_STATE_BYTES,
@@ -40,7 +40,7 @@ _SERVER_FAULT = 500
 _PARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.S)
 _PRINTABLE = re.compile(rb"[\x20-\x7e]*")
 _STAGES = tuple(f"shardrank.{stage}_ms" for stage in (*BEFORE_BATCH, *AFTER_BATCH))
-_LOOKUP_STAGES = tuple(f"shardrank.{stage}_ms" for stage in ("map", "split", "shard_wait", "add"))
+_LOOKUP_STAGES = tuple(f"shardrank.{stage}_ms" for stage in IN_BATCH[1:5])
 
 
 class Parent(NamedTuple):
@@ -156,8 +156,7 @@ def batch_spans(
     of_batch = of_model | {"shardrank.method": method, "shardrank.requests": times.num_requests} | candidates
     of_lookup = dict(of_model)
     if times.lookup is not None:
-        stages = times.lookup.map_s, times.lookup.split_s, times.lookup.shard_wait_s, times.lookup.add_s
-        of_lookup |= {name: 1e3 * seconds for name, seconds in zip(_LOOKUP_STAGES, stages, strict=True)}
+        of_lookup |= {name: 1e3 * seconds for name, seconds in zip(_LOOKUP_STAGES, times.seconds()[1:5], strict=True)}
     text = "" if error is None else error_text(error)
     started_at, ended_at, lookup_at = times.started_at, times.ended_at, times.started_at + times.merge_s
     # A lookup that failed has no time: it lasted until the batch ended.

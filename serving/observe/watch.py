@@ -57,11 +57,7 @@ _COUNTERS = {
         _NODE,
     ),
 }
-NODE_FAMILIES = (
-    *("memory_bytes", "rows_looked_up", "cards_peer_access", "card_bad_values", "cards_failed"),
-    *("version_state", "version_leases", "delta_sequence", "delta_lag", "delta_staleness_seconds"),
-    "delta_forks",
-)
+NODE_FAMILIES = {*_GAUGES, *_COUNTERS} - {"live_version", "canary_share", "degraded"}
 """What a shard node tells at a port of its own, by the names under which serving processes tell it too."""
 
 

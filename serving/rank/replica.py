@@ -198,7 +198,6 @@ class LoopReplica(_OnLoop):
 
     def _begin(self) -> None:
         self._loop_thread = threading.get_ident()
-        # As in every replica: more intra-op threads than one collapse when the machine is busy.
         torch.set_num_threads(1)
         self._batcher.rank_on_loop = self._loop, self.ranking.rank
         self._begin_batch()

@@ -51,7 +51,7 @@ class RankingService(VersionChoice):
     """Holds the served versions and answers requests. Belongs to no event loop; thread-safe.
 
     Args:
-        expected_models: models without which the process is not ready; None if `expect` follows.
+        expected_models: models without which the process is not ready; None until `expected` is set.
         clock: monotonic seconds.
         max_staleness_s: by model, the age of the newest change of a row that its shards lack, above which the model is
             degraded.
@@ -311,7 +311,6 @@ async def answer(
 
 
 async def _looked_up(service: RankingService, codec: Codec, call: Call, client: Caller) -> Encoded:
-    """Answer a lookup, once there is room for its answer."""
     num_floats, untaken = cast(LookupRequest, call.request).num_floats, service.untaken
     try:
         await untaken.acquire(client.connection, num_floats, call.deadline - call.parsed_at)

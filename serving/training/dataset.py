@@ -120,9 +120,7 @@ class Interactions:
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> Int64Array:
     """Return int64 [B + 1], where each of the lists of lengths [B] begins in one flat array, and the end."""
-    offsets = np.zeros(lengths.size + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
+    return np.append(0, np.cumsum(lengths, dtype=np.int64))
 
 
 def positions_in(offsets: Int64Array, chosen: Int64Array) -> tuple[Int64Array, Int64Array]:

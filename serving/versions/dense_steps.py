@@ -101,7 +101,6 @@ class DenseSteps:
         return before is not None and before[0] == record
 
     def _is_read_again(self, record: DenseStep) -> bool:
-        """Return whether a step whose file could not be read is tried again."""
         key, now = (record.model, record.version), self._clock()
         if key not in self._unread or self._unread[key][0] != record:
             self._unread[key] = record, now + READ_FOR_S

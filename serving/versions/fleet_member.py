@@ -67,7 +67,6 @@ from shard_node.wire.tls import client_context
 
 logger = logging.getLogger(__name__)
 
-MEMORY_EVERY_S = 1.0
 DRAINED_POLL_S = 0.02
 LIVE_POLL_S = 0.05
 POLL_S = 0.2
@@ -188,7 +187,6 @@ class FleetMember:
         self._local = local
         self._store = open_store(config.store)
         self._dense = DenseSteps(fleet, self._store, service.metrics, service.clock, config.dense_step_wait_s)
-        self._memory: tuple[float, int] = (float("-inf"), 0)
         self._tasks: list[asyncio.Task[None]] = []
         self.directory = ReplicaDirectory(service.clock)
         self.agent = Agent(fleet, self, agent_config, service.clock)
@@ -320,9 +318,7 @@ class FleetMember:
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """Make the record that is announced."""
-        topology, now = self.directory.topology(), self._service.clock()
-        if now - self._memory[0] >= MEMORY_EVERY_S:
-            self._memory = (now, available_memory_bytes())
+        topology = self.directory.topology()
         # Where rows are on shard nodes this is a number, if only to say so before any of them was seen.
         num_shards = None if self._local is not None else 1 if topology is None else topology.num_shards
         return NodeRecord(
@@ -332,7 +328,7 @@ class FleetMember:
             address=self.address,
             num_shards=num_shards,
             memory_total_bytes=total_memory_bytes(),
-            memory_available_bytes=self._memory[1],
+            memory_available_bytes=available_memory_bytes(),
             applied=dict(applied),
             live=self._service.generations.live_versions(),
             delta_format=DELTA_FORMAT,
@@ -469,8 +465,6 @@ class FleetMember:
         self._hot_reports[key] = HotReport(rows=status.rows, size_bytes=status.size_bytes, lookups=lookups, hits=hits)
 
     def _discard(self, served: LoadedVersion) -> None:
-        """Free a version that nobody used, in a thread of its own."""
-
         def discard() -> None:
             served.close()
             if not self._service.generations.has(served.model, served.version):
@@ -487,7 +481,7 @@ class FleetMember:
         expected = self._models or tuple(sorted(record.model for record in desired if record.live is not None))
         if not expected:
             return False
-        self._service.expect(expected)
+        self._service.expected = expected
         return self._service.generations.live_versions().keys() >= set(expected)
 
     async def _watch_nodes(self) -> None:

@@ -187,11 +187,6 @@ class LoadedVersion:
         return cls(schema, description, batcher, takers, on_close, counter, checked, access)
 
     @property
-    def num_waiting(self) -> int:
-        """Count the requests that wait for a replica."""
-        return self.batcher.num_waiting
-
-    @property
     def rankings(self) -> list[Ranking]:
         """List those of its replicas."""
         return [replica.ranking for replica in self._replicas]

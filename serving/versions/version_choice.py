@@ -47,7 +47,7 @@ def key_hash(model: str, key: str) -> int:
 class VersionChoice:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
-    `expected_models` must be live; None if `expect` will say. `on_freed` is called with each version that was freed.
+    `expected_models` must be live; None until `expected` is set. `on_freed` is called with each version that was freed.
     """
 
     def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
@@ -58,10 +58,6 @@ class VersionChoice:
         # Replaced as a whole, so that a request reads it without the lock.
         self._canaries: dict[str, CanaryChoice] = {}
         self._keyless = itertools.count()
-
-    def expect(self, models: Sequence[str]) -> None:
-        """Say which models must be live before the process is ready. A model that comes later does not count."""
-        self.expected = tuple(models)
 
     def install(self, served: LoadedVersion) -> None:
         """Make a loaded version the live one of its model, and retire the others when their requests have ended."""

@@ -413,7 +413,6 @@ class GrpcCall(Stream):
         self._wake()
 
     def _discard(self, error: ShardrankError | None = None) -> None:
-        """Free all messages, ignore others, and fail the method with the error."""
         self._messages.clear()
         self._bytes.refund_all()
         if error is not None:

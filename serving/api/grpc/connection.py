@@ -313,7 +313,6 @@ class Connection:
             self._end_request(stream_id)
 
     def _end_request(self, stream_id: int) -> None:
-        """Note that a request has ended, unless its stream was dropped for the last of it."""
         stream = self.streams.get(stream_id)
         if stream is not None:
             stream.has_all = True

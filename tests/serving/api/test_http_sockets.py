@@ -171,7 +171,7 @@ async def test_a_client_that_leaves_takes_its_requests_with_it(api_model, reques
         await api.gate.wait_until_busy()
         async with http_peer(api) as peer:
             peer.send(RANK * requests)
-            await until(lambda: api.service.generations.all()[0].payload.num_waiting == 1)
+            await until(lambda: api.service.generations.all()[0].payload.batcher.num_waiting == 1)
             peer.reset()
         await until(lambda: api.service.in_flight == 1)
         api.gate.open.set()

@@ -29,7 +29,7 @@ async def one_waits(service: RankingService, gate: Gate) -> AsyncIterator[Any]:
     ranked = [asyncio.create_task(ask(service, api_request(0)))]
     await gate.wait_until_busy()
     ranked.append(asyncio.create_task(ask(service, api_request(1))))
-    await until(lambda: served.num_waiting == 1)
+    await until(lambda: served.batcher.num_waiting == 1)
     yield served
     gate.open.set()
     assert [len((await answer).scores) for answer in ranked] == [5, 5]

@@ -241,7 +241,7 @@ async def test_a_third_batch_forms_while_two_wait_for_shards(api_model, tmp_path
         assert [len(node.asked) for node in nodes] == [2] * num_shards
         assert not any(task.done() for task in asking)
         with service.lease(MODEL) as lease:
-            assert lease.payload.num_waiting == 9
+            assert lease.payload.batcher.num_waiting == 9
             # The loop goes on meanwhile, so whoever asks for the nodes is told.
             assert len(await lease.payload.nodes()) == num_shards
         for node in nodes:

@@ -55,7 +55,7 @@ async def test_while_the_replica_is_busy_requests_are_joined(api_model, gated):
     requests[3]["context"]["sparse"]["user"] = [1000]
     others = [asyncio.create_task(ask(service, request)) for request in requests]
     await asyncio.sleep(0)
-    assert service.generations.all()[0].payload.num_waiting == 5
+    assert service.generations.all()[0].payload.batcher.num_waiting == 5
     gate.open.set()
     outcomes = await asyncio.gather(first, *others, return_exceptions=True)
     assert str(outcomes.pop(4)).startswith("context.sparse.user[0]: 1000 has no row")

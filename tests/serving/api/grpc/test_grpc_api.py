@@ -130,7 +130,7 @@ async def test_a_cancelled_call_is_dropped_from_the_queue(api_model):
         await api.gate.wait_until_busy()
         second = api.stub.Rank(rank_message(api_request(1)))
         served = api.service.generations.all()[0].payload
-        await until(lambda: served.num_waiting == 1)
+        await until(lambda: served.batcher.num_waiting == 1)
         second.cancel()
         await until(lambda: api.service.in_flight == 1)
         api.gate.open.set()
