@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate, pairwise
 from typing import Annotated, Final
 
 import msgspec
@@ -32,6 +31,13 @@ NOTHING: Final = bytes(DIGEST_BYTES)
 """In place of a predecessor's digest where there is none, or where it is not known any more."""
 # format, partition, operation, zeros, sequence, token, predecessor, rows, zeros
 _PART = struct.Struct("<HHHHQQ16sII")
+_PART_FIELDS = np.dtype(
+    [
+        *(("digest", "V16"), ("format", "<u2"), ("partition", "<u2"), ("operation", "<u2"), ("zeros", "<u2")),
+        *(("sequence", "<u8"), ("token", "<u8"), ("predecessor", "V16"), ("rows", "<u4"), ("more zeros", "<u4")),
+    ]
+)
+_PREDECESSOR_AT = DIGEST_BYTES + 4 * 2 + 2 * 8
 _COMMIT_START = len(MAGIC) + DIGEST_BYTES
 _PART_START = DIGEST_BYTES + _PART.size
 PART_BYTES: Final = _PART_START
@@ -159,45 +165,51 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
         published, DeltaError of kind `delta_fork` for a part that another one comes before, `delta_gap` for bytes that
         are not there any more.
         """
-        data, digests, rows, stored = b"".join(pieces), dict[int, bytes](), list[Int64Array](), []
-        wanted = np.flatnonzero(partitions & (self.part_bytes > 0)).tolist()
-        ends = [0, *accumulate(self.part_bytes[wanted].tolist())]
-        where = f"delta {self.sequence} of {self.model!r} from {self.delta_base}"
-        if len(data) != ends[-1]:
-            raise DeltaError(f"{where}: {len(data)} of {ends[-1]} bytes are there", kind="delta_gap")
-        for partition, (begin, end) in zip(wanted, pairwise(ends), strict=True):
-            digest, content = data[begin : begin + DIGEST_BYTES], memoryview(data)[begin + DIGEST_BYTES : end]
-            if len(content) < _PART.size or digest_of(content) != digest:
-                raise DeltaFormatError(f"{where}, partition {partition}: it does not have the checksum that it states")
-            form, number, operation, _, sequence, token, predecessor, count, _ = _PART.unpack_from(content)
-            stated, own = (form, number, sequence, token), (FORMAT, partition, self.sequence, self.token)
-            size = _PART.size + count * (8 + self.row_bytes)
-            if stated != own or operation != WRITE_ROWS or len(content) != size:
-                raise DeltaFormatError(
-                    f"{where}, partition {partition}: format, partition, sequence, token {stated} are not {own}, or "
-                    f"operation {operation} is not {WRITE_ROWS} (write rows), or it has not {size} bytes"
-                )
-            if heads.get(partition, predecessor) != predecessor:
+        data, wanted = b"".join(pieces), np.flatnonzero(partitions & (self.part_bytes > 0))
+        sizes = self.part_bytes[wanted].astype(np.int64)
+        ends, where = np.cumsum(sizes), f"delta {self.sequence} of {self.model!r} from {self.delta_base}"
+        if len(data) != sizes.sum():
+            raise DeltaError(f"{where}: {len(data)} of {sizes.sum()} bytes are there", kind="delta_gap")
+        if not wanted.size:
+            return None, {}
+        begins, numbers, view = ends - sizes, wanted.tolist(), memoryview(data)
+        if sizes.min() < PART_BYTES:
+            raise DeltaFormatError(f"{where}: a part of {sizes.min()} bytes; at least {PART_BYTES} are needed")
+        header_bytes = np.frombuffer(data, np.uint8)[begins[:, None] + np.arange(PART_BYTES)]
+        headers = header_bytes.view(_PART_FIELDS)[:, 0]
+        edges = list(zip(begins.tolist(), ends.tolist(), strict=True))
+        digests = [digest_of(view[begin + DIGEST_BYTES : end]) for begin, end in edges]
+        for number, digest, (begin, _) in zip(numbers, digests, edges, strict=True):
+            if data[begin : begin + DIGEST_BYTES] != digest:
+                raise DeltaFormatError(f"{where}, partition {number}: it does not have the checksum that it states")
+        counts = headers["rows"].astype(np.int64)
+        fits = (headers["format"] == FORMAT) & (headers["partition"] == wanted) & (headers["operation"] == WRITE_ROWS)
+        fits &= (headers["sequence"] == self.sequence) & (headers["token"] == self.token)
+        fits &= sizes == PART_BYTES + counts * (8 + self.row_bytes)
+        if not fits.all():
+            raise DeltaFormatError(
+                f"{where}, partition {numbers[int(fits.argmin())]}: format, partition, sequence, token or operation "
+                f"are not {FORMAT}, this one, {self.sequence}, {self.token}, {WRITE_ROWS} (write rows), or bytes lack"
+            )
+        for number, (begin, _) in zip(numbers, edges, strict=True):
+            before = data[begin + _PREDECESSOR_AT : begin + _PREDECESSOR_AT + DIGEST_BYTES]
+            if heads.get(number, before) != before:
                 raise DeltaError(
-                    f"{where}, partition {partition}: it follows {predecessor.hex()}, {heads[partition].hex()} was "
-                    "applied",
+                    f"{where}, partition {number}: it follows {before.hex()}, {heads[number].hex()} was applied",
                     kind="delta_fork",
                 )
-            digests[partition] = digest
-            rows.append(np.frombuffer(data, "<i8", count, begin + _PART_START))
-            first = begin + _PART_START + 8 * count
-            stored.append(np.frombuffer(data, np.uint8, count * self.row_bytes, first).reshape(count, self.row_bytes))
-        if not rows:
-            return None, digests
-        numbers = np.concatenate(rows)
-        order = numbers.argsort(kind="stable")
+        firsts = (begins + PART_BYTES).tolist()
+        middles = (begins + PART_BYTES + 8 * counts).tolist()
+        rows = np.frombuffer(b"".join(map(view.__getitem__, map(slice, firsts, middles))), "<i8")
+        stored = np.frombuffer(b"".join(map(view.__getitem__, map(slice, middles, ends.tolist()))), np.uint8)
+        order = rows.argsort()
         batch = DeltaBatch(
             **{name: getattr(self, name) for name in _OF_BATCH},
-            rows=numbers.take(order),
-            stored=np.concatenate(stored).take(order, axis=0),
+            rows=rows.take(order),
+            stored=stored.reshape(rows.size, self.row_bytes).take(order, axis=0),
         )
         batch.check()
-        return batch, digests
+        return batch, dict(zip(numbers, digests, strict=True))
 
 
 _OF_BATCH = sorted({field.name for field in fields(DeltaBatch)} & set(Commit.__struct_fields__))
