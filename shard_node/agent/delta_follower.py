@@ -146,6 +146,10 @@ class DeltaFollower:
             if batch is not None:
                 batch.check_table(*(layout.tables[number] for number in slices))
                 written = self._engine.write_rows(slices if batch.column_dims else slices[0], batch.rows, batch.stored)
+            if isinstance(stated, Commit):
+                # Parts of a table whose partitions are elsewhere were not read: what follows on them is not known.
+                for unread in np.flatnonzero((stated.part_bytes > 0) & ~self._partitions[stated.table]).tolist():
+                    position.heads.pop(unread, None)
             position.heads.update(heads)
             position.is_chained, digest = isinstance(stated, Commit), entry_digest(entry.payload)
             position.applied(stated.sequence, stated.published_at, written, self._clock(), digest)
