@@ -134,3 +134,19 @@ async def check_chain(model: ChainModel) -> None:
         assert outcome == ""
     model.applied = [each.tail.digest for each in entries if each.tail.sequence > model.last_delta]
     np.testing.assert_array_equal(stored_rows(model.tables.engine, "int8"), model.values(model.last_delta))
+
+
+async def test_a_part_of_a_table_that_is_elsewhere_is_no_fork(tmp_path):
+    """Partitions are of all tables: what was not read is not expected to be what comes before."""
+    registry, snapshot = MemoryRegistry("memory"), export_state(tmp_path, SPEC, random_tables(SPEC, 5), 1)
+    tables = deltas.load_version(snapshot)
+    here = [np.full(cards.size, -1, np.int16) for cards in tables.partition.card_of_bucket]
+    number = tables.engine.layout.index["int8"]
+    here[number] = tables.partition.card_of_bucket[number]
+    tables = replace(tables, partition=replace(tables.partition, card_of_bucket=tuple(here)))
+    writer, rng = StreamWriter(SPEC), np.random.default_rng(0)
+    for sequence, (table, dim) in enumerate((("int8", 4), ("fp16", 8), ("int8", 4)), 1):
+        writer.write(table, np.arange(300), random_rows(rng, 300, dim), sequence, 2)
+    await writer.put(registry)
+    assert await follow_once(registry, snapshot, tables) == ""
+    assert tables.deltas.sequence == 3
