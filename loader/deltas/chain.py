@@ -7,7 +7,6 @@ where is documented in docs/deltas.md. Numbers are little-endian; a digest is XX
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Final
@@ -29,18 +28,14 @@ WRITE_ROWS: Final = 0
 """The only operation so far: complete rows by row number."""
 NOTHING: Final = bytes(DIGEST_BYTES)
 """In place of a predecessor's digest where there is none, or where it is not known any more."""
-# format, partition, operation, zeros, sequence, token, predecessor, rows, zeros
-_PART = struct.Struct("<HHHHQQ16sII")
-_PART_FIELDS = np.dtype(
+_PART = np.dtype(
     [
         *(("digest", "V16"), ("format", "<u2"), ("partition", "<u2"), ("operation", "<u2"), ("zeros", "<u2")),
         *(("sequence", "<u8"), ("token", "<u8"), ("predecessor", "V16"), ("rows", "<u4"), ("more zeros", "<u4")),
     ]
 )
-_PREDECESSOR_AT = DIGEST_BYTES + 4 * 2 + 2 * 8
 _COMMIT_START = len(MAGIC) + DIGEST_BYTES
-_PART_START = DIGEST_BYTES + _PART.size
-PART_BYTES: Final = _PART_START
+PART_BYTES: Final = _PART.itemsize
 """Bytes of a part beside its rows and row numbers."""
 _REMAINDERS = np.arange(240)
 # The remainder of 16 with its bits reversed, then those of 3 and 5.
@@ -66,9 +61,8 @@ def partition_of_bucket(buckets: RowBuckets) -> npt.NDArray[np.uint8]:
     are neighbours if S is 2, 4, 8 or 16. The last 16 partitions stay empty.
     """
     numbers = np.arange(buckets.count)
-    return (numbers if buckets.seed is None else _MIXED_PARTITION.take(numbers % _MIXED_PARTITION.size)).astype(
-        np.uint8
-    )
+    partitions = numbers if buckets.seed is None else _MIXED_PARTITION.take(numbers % _MIXED_PARTITION.size)
+    return partitions.astype(np.uint8)
 
 
 def is_commit(payload: bytes) -> bool:
@@ -161,26 +155,27 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
         """Read the parts of some partitions from the bytes of their `ranges`.
 
         `heads` are the digests of what came last in each partition, as far as they are known. Returns the rows, None
-        if there are none, and the digests of these parts. Raises DeltaFormatError for bytes that are not what was
-        published, DeltaError of kind `delta_fork` for a part that another one comes before, `delta_gap` for bytes that
-        are not there any more.
+        if there are none, and what of the heads is known afterwards: not those of parts that were not read. Raises
+        DeltaFormatError for bytes that are not what was published, DeltaError of kind `delta_fork` for a part that
+        another one comes before, `delta_gap` for bytes that are not there any more.
         """
         data, wanted = b"".join(pieces), np.flatnonzero(partitions & (self.part_bytes > 0))
         sizes = self.part_bytes[wanted].astype(np.int64)
         ends, where = np.cumsum(sizes), f"delta {self.sequence} of {self.model!r} from {self.delta_base}"
         if len(data) != sizes.sum():
             raise DeltaError(f"{where}: {len(data)} of {sizes.sum()} bytes are there", kind="delta_gap")
+        known = {number: head for number, head in heads.items() if not self.part_bytes[number]}
         if not wanted.size:
-            return None, {}
+            return None, known
         begins, numbers, view = ends - sizes, wanted.tolist(), memoryview(data)
         if sizes.min() < PART_BYTES:
             raise DeltaFormatError(f"{where}: a part of {sizes.min()} bytes; at least {PART_BYTES} are needed")
         header_bytes = np.frombuffer(data, np.uint8)[begins[:, None] + np.arange(PART_BYTES)]
-        headers = header_bytes.view(_PART_FIELDS)[:, 0]
-        edges = list(zip(begins.tolist(), ends.tolist(), strict=True))
-        digests = [digest_of(view[begin + DIGEST_BYTES : end]) for begin, end in edges]
-        for number, digest, (begin, _) in zip(numbers, digests, edges, strict=True):
-            if data[begin : begin + DIGEST_BYTES] != digest:
+        headers = header_bytes.view(_PART)[:, 0]
+        contents = map(view.__getitem__, map(slice, (begins + DIGEST_BYTES).tolist(), ends.tolist()))
+        digests = list(map(digest_of, contents))
+        for number, digest, stated in zip(numbers, digests, headers["digest"].tolist(), strict=True):
+            if digest != stated:
                 raise DeltaFormatError(f"{where}, partition {number}: it does not have the checksum that it states")
         counts = headers["rows"].astype(np.int64)
         fits = (headers["format"] == FORMAT) & (headers["partition"] == wanted) & (headers["operation"] == WRITE_ROWS)
@@ -191,8 +186,7 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
                 f"{where}, partition {numbers[int(fits.argmin())]}: format, partition, sequence, token or operation "
                 f"are not {FORMAT}, this one, {self.sequence}, {self.token}, {WRITE_ROWS} (write rows), or bytes lack"
             )
-        for number, (begin, _) in zip(numbers, edges, strict=True):
-            before = data[begin + _PREDECESSOR_AT : begin + _PREDECESSOR_AT + DIGEST_BYTES]
+        for number, before in zip(numbers, headers["predecessor"].tolist(), strict=True):
             if heads.get(number, before) != before:
                 raise DeltaError(
                     f"{where}, partition {number}: it follows {before.hex()}, {heads[number].hex()} was applied",
@@ -209,7 +203,7 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
             stored=stored.reshape(rows.size, self.row_bytes).take(order, axis=0),
         )
         batch.check()
-        return batch, dict(zip(numbers, digests, strict=True))
+        return batch, known | dict(zip(numbers, digests, strict=True))
 
 
 _OF_BATCH = sorted({field.name for field in fields(DeltaBatch)} & set(Commit.__struct_fields__))
@@ -229,14 +223,19 @@ def encode_commit(
     row_bytes, heads, pieces = batch.stored.shape[1], bytearray(tail.heads), list[bytes]()
     numbers = memoryview(batch.rows.astype("<i8", copy=False).take(order).tobytes())
     stored = memoryview(batch.stored.take(order, axis=0).tobytes())
+    present = np.flatnonzero(counts)
+    headers = np.zeros(present.size, _PART)
+    headers["format"], headers["partition"], headers["operation"] = FORMAT, present, WRITE_ROWS
+    headers["sequence"], headers["token"], headers["rows"] = batch.sequence, token, counts[present]
+    headers["predecessor"] = np.frombuffer(tail.heads, f"V{DIGEST_BYTES}")[present]
     begin = 0
-    for partition in np.flatnonzero(counts).tolist():
+    for partition, header in zip(present.tolist(), headers, strict=True):
         end = begin + int(counts[partition])
-        head = slice(DIGEST_BYTES * partition, DIGEST_BYTES * (partition + 1))
-        header = _PART.pack(FORMAT, partition, WRITE_ROWS, 0, batch.sequence, token, heads[head], end - begin, 0)
-        content = b"".join((header, numbers[8 * begin : 8 * end], stored[row_bytes * begin : row_bytes * end]))
-        heads[head] = digest_of(content)
-        pieces += (bytes(heads[head]), content)
+        rows_of_part = numbers[8 * begin : 8 * end], stored[row_bytes * begin : row_bytes * end]
+        content = b"".join((header.tobytes()[DIGEST_BYTES:], *rows_of_part))
+        digest = digest_of(content)
+        heads[DIGEST_BYTES * partition : DIGEST_BYTES * (partition + 1)] = digest
+        pieces += (digest, content)
         begin = end
     content = msgspec.msgpack.encode(
         Commit(
@@ -246,7 +245,7 @@ def encode_commit(
             token=token,
             row_bytes=row_bytes,
             parts_digest=digest_of(b"".join(pieces[::2])),
-            sizes=np.where(counts, _PART_START + counts * (8 + row_bytes), 0).astype("<u4").tobytes(),
+            sizes=np.where(counts, PART_BYTES + counts * (8 + row_bytes), 0).astype("<u4").tobytes(),
         )
     )
     digest = digest_of(content)

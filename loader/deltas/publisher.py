@@ -477,17 +477,17 @@ class AsyncDeltaPublisher:
         needed = min(min(of_stream, default=self._sequence) + 1, self._tail.sequence)
         while True:
             kept, kept_bytes = await registry.stream_size(self._stream)
-            # Numbers that were lost, or trimmed, are no entries.
-            first = await registry.read(self._stream, 0, 1)
-            self._first, self._stream_bytes = first[0].sequence if first else self._sequence + 1, kept_bytes
             if kept < max_entries and kept_bytes + size <= max_bytes:
-                self._first = self._sequence + 1 - kept
+                # Numbers that were lost, or trimmed, are no entries.
+                self._first, self._stream_bytes = self._sequence + 1 - kept, kept_bytes
                 return
+            oldest = await registry.read(self._stream, 0, 1)
+            first = oldest[0].sequence if oldest else self._sequence + 1
             # More than needed now, so that not every append drops. Entries count as equally large: it may take loops.
             excess = max(0.0, kept_bytes + size - max_bytes * 15 / 16)
             drop = max(kept - max_entries + max(1, max_entries // 16), math.ceil(kept * excess / max(kept_bytes, 1)))
-            before = min(self._first + drop, needed)
-            if before <= self._first:
+            before = min(first + drop, needed)
+            if before <= first:
                 raise StreamFullError(
                     f"stream {self._stream} holds {kept} deltas, max_stream_entries is {max_entries}, in {kept_bytes} "
                     f"bytes for {size} more, max_stream_bytes is {max_bytes:.0f}, and a version that is held needs all "

@@ -135,22 +135,18 @@ class DeltaFollower:
             slices = layout.slices.get(stated.table)
             if slices is None:
                 raise DeltaFormatError(f"{self._where}: {name} is for table {stated.table!r}, which it does not have")
-            heads, written = dict[int, bytes](), 0
+            heads, written = position.heads, 0
             if isinstance(stated, Commit):
-                if stated.predecessor == NOTHING:
-                    position.heads.clear()  # Nor did its publisher know the last parts.
+                # A publisher that knew of no entry before knew no last parts either.
+                before = {} if stated.predecessor == NOTHING else heads
                 pieces = parts.get(entry.sequence, ())
-                batch, heads = stated.decode_parts(self._partitions[stated.table], pieces, position.heads)
+                batch, heads = stated.decode_parts(self._partitions[stated.table], pieces, before)
             else:
                 batch = stated
             if batch is not None:
                 batch.check_table(*(layout.tables[number] for number in slices))
                 written = self._engine.write_rows(slices if batch.column_dims else slices[0], batch.rows, batch.stored)
-            if isinstance(stated, Commit):
-                # Parts of a table whose partitions are elsewhere were not read: what follows on them is not known.
-                for unread in np.flatnonzero((stated.part_bytes > 0) & ~self._partitions[stated.table]).tolist():
-                    position.heads.pop(unread, None)
-            position.heads.update(heads)
+            position.heads = heads
             position.is_chained, digest = isinstance(stated, Commit), entry_digest(entry.payload)
             position.applied(stated.sequence, stated.published_at, written, self._clock(), digest)
 
