@@ -32,6 +32,7 @@ BACKOFF_S = 1.0
 # the next one travels, and no single request takes much of its memory.
 PIECE_BYTES = 16 << 20
 VALUE_BYTES = 16
+_ANY_AGE = FreshnessBound()
 
 
 @dataclass(slots=True, eq=False)
@@ -315,7 +316,7 @@ class Router:
             started_at = self._clock()
             hot, sequence, age_ms = used or (None, 0, 0)
             # Copies that are too old are no use: nodes may have newer rows.
-            is_new = (forms.bound or FreshnessBound()).allows(sequence, age_ms)
+            is_new = (forms.bound or _ANY_AGE).allows(sequence, age_ms)
             lookup = hot.find(bags) if hot is not None and is_new else None
             while True:
                 parts = self._parts(bags, lookup)

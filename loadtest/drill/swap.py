@@ -67,6 +67,7 @@ async def run_drill(config: SwapDrillConfig, folder: Path, progress: Progress) -
         course = SwapCourse(excluded=[TimeSpan(-math.inf, time.monotonic())])
         for number in range(config.swaps + 1):
             progress("swaps", number, config.swaps)
+            # The drill uses the cores that it shares with the fleet, as no swap would.
             with timed(course.excluded):
                 if number >= min(WARMUP_SWAPS, config.swaps - 1):
                     course.memory.append(await asyncio.to_thread(read_processes, fleet.process_ids()))
