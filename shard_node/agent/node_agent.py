@@ -31,11 +31,19 @@ from loader.registry.fleet import (
 )
 from loader.rollout.coverage import answering_version
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import Store
 from loader.snapshot.tables import Frozen
 from loader.stores import open_store
 from loader.stores.cache import FETCHING, StoreUrl
 from shard_node.agent.agent import Agent
-from shard_node.agent.delta_follower import CATCH_UP_LIMIT_S, RETRY_S, Followers, catch_up
+from shard_node.agent.delta_follower import (
+    CATCH_UP_LIMIT_S,
+    DEFAULT_CONFIG,
+    RETRY_S,
+    FollowerConfig,
+    Followers,
+    catch_up,
+)
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
@@ -155,6 +163,8 @@ class NodeActions:
         plan_of: PlanOf,
         config: NodeConfig,
         card_set: CardSet | None = None,
+        store: Store | None = None,
+        following: FollowerConfig = DEFAULT_CONFIG,
     ) -> None:
         self._node = node
         self._fleet = fleet
@@ -162,8 +172,8 @@ class NodeActions:
         self._config = config
         self._memory = RowMemory(config.memory_cap_bytes)
         self._card_set = card_set
-        self._store = open_store(config.store)
-        self._followers = Followers(fleet)
+        self._store = store or open_store(config.store)
+        self._followers = Followers(fleet, node.wall_clock, following)
         node.forks = self._followers.forks
         self._live: dict[str, int | None] = {}
         self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
@@ -220,10 +230,10 @@ class NodeActions:
                     return replace(tables, files=files)
             return tables
 
-        tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)
+        tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close, self._node.begin_thread)
         try:
             if limit_s != 0:
-                await catch_up(self._fleet, model, version, tables, limit_s)
+                await catch_up(self._fleet, model, version, tables, limit_s, self._node.wall_clock)
                 self._followers.forks[model, version] += tables.deltas.now.forked
             yield tables
         except BaseException:
