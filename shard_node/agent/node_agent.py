@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pydantic import Field
 
 from loader.deltas.chain import FORMAT as DELTA_FORMAT
-from loader.errors import DeltaError, RolloutError, ShardrankError, SnapshotNotFoundError
+from loader.errors import DeltaError, RolloutError, ShardrankError, UnavailableError
 from loader.progress import CancelToken, Progress, in_background, no_progress, throttled
 from loader.registry.fleet import (
     FleetRecord,
@@ -203,7 +203,8 @@ class NodeActions:
         published = await self._fleet.version(model, version)
         await self._fleet.check_identity()
         if published is None:
-            raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
+            problem = f"version {version} of {model!r} is not published in {self._fleet.name}"
+            raise UnavailableError(problem, kind="not_ready")
         config = self._config
 
         def work(wish: CancelToken) -> LoadedTables:

@@ -61,14 +61,14 @@ for _module in (node_agent, fleet_member):
 PORT = 1
 BUCKETS = RowBuckets.of(model_spec().tables[0])
 AGENT = AgentConfig(
-    poll_s=0.6,
-    heartbeat_s=1.5,
-    ttl_s=4.0,
+    poll_s=1.0,
+    heartbeat_s=2.0,
+    ttl_s=5.0,
     models=(MODEL,),
     staging=StagingConfig(live_retry_s=5.0),
 )
-COORDINATOR = CoordinatorConfig(tick_s=0.5, settle_s=2.5, stage_timeout_s=40.0, step_timeout_s=25.0)
-FOLLOWER = FollowerConfig(poll_s=0.6, retry_s=0.6)
+COORDINATOR = CoordinatorConfig(tick_s=1.0, lock_ttl_s=5.0, settle_s=3.5, stage_timeout_s=40.0, step_timeout_s=25.0)
+FOLLOWER = FollowerConfig(poll_s=1.0, retry_s=1.0)
 LIMITS = RequestLimits(default_timeout_ms=2000)
 VERSION_BYTES = 4 << 20
 """More than a version takes of a node's memory, arenas in huge pages included, and less than two."""

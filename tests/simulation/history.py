@@ -109,7 +109,6 @@ class History:
     def judge(self, answer: dict[str, Any], rows: list[int], digests: set[bytes]) -> None:
         """Judge an answer to these rows; `digests` are of the entries that its stream has now. Raises Violation."""
         version, self.num_answers = answer["version"], self.num_answers + 1
-        self.answers_of[version] += 1
         known = VERSIONS[version]
         codes = [decode(score) for score in answer["scores"]]
         if len(codes) != len(rows):

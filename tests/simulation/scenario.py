@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-FAULTS_UNTIL_S = 60.0
+FAULTS_UNTIL_S = 40.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _rollouts(random: Random, scenario: Scenario) -> list[Event]:
     events, at_s = [], random.uniform(3.0, 12.0)
     while at_s < FAULTS_UNTIL_S:
         version = random.choice((2, 2, 3, 3, 4, 4, 5, 6, 7, 1))
-        share = 0.5 if version == 6 else random.choice((None, 0.3, 0.5))
+        share = 0.5 if version == 6 else random.choice((None, 0.5))
         bake_s = random.choice((4.0, 8.0)) if version == 6 or share else random.choice((0.0, 4.0))
         strategy = "by-replica" if scenario.replicas > 1 and random.random() < 0.4 else "beside"
         if scenario.memory_versions == 1:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.simulation.fleet import (
     ShardProcess,
 )
 from tests.simulation.history import History, Violation, entries_of
-from tests.simulation.loop import SimulatedLoop, StuckError
+from tests.simulation.loop import PROCESS, SimulatedLoop, StuckError
 from tests.simulation.model import MAX_STAMP, MAX_STEP, MODEL, NUM_ROWS, SCALE, VERSIONS, snapshots
 from tests.simulation.network import Network
 from tests.simulation.processes import Clocks, Process
@@ -38,7 +39,7 @@ STEADY_S = 6.0
 """For so long a way must have been there before a request that may not fail: ejections and back-off have passed."""
 PATIENCE_S = 3.0
 """Of a client, over all of its tries."""
-GUARDS = GuardLimits(min_requests=8, max_p99_ratio=1e6, p99_slack_ms=1e6, max_error_rate_increase=1.0)
+GUARDS = GuardLimits(min_requests=5, max_p99_ratio=1e6, p99_slack_ms=1e6, max_error_rate_increase=1.0)
 EVERY_ROW = list(range(NUM_ROWS))
 HIGHEST = [row for row in EVERY_ROW if row % 4 == 3]
 
@@ -72,6 +73,7 @@ class World:
         self.rollouts: list[Rollout] = []
         self._current: Rollout | None = None
         self._bake: tuple[float, dict[int, int]] | None = None
+        self._counted: dict[int, int] = {}
         self._named: tuple[int, ...] = ()
         self._broken: Violation | None = None
         self._ways: dict[str, float] = {}
@@ -160,11 +162,13 @@ class World:
             return
         is_new_bake = rollout.bake_began_at is not None and before.bake_began_at is None
         if is_new_bake:
-            self._bake = self.loop.now, dict(self.history.answers_of)
+            self._bake = self.loop.now, self._counted
         if before.bake_began_at is not None and rollout.step_index > before.step_index and self._bake is not None:
             self._check_bake(before, rollout)
         if rollout.state != before.state and rollout.outcome is not None:
             self._check_outcome(rollout)
+        if before.step != rollout.step:
+            self._counted = dict(self.history.answers_of)
 
     def _check_bake(self, before: Rollout, after: Rollout) -> None:
         assert self._bake is not None
@@ -318,7 +322,7 @@ class World:
     async def _client(self, name: str) -> None:
         random = Random(self.random.random())
         while True:
-            await asyncio.sleep(random.uniform(0.2, 0.6))
+            await asyncio.sleep(random.uniform(0.4, 1.2))
             self._check_broken()
             self._look_at_ways(name)
             named = random.choice(self._named) if self._named and random.random() < 0.7 else None
@@ -341,7 +345,7 @@ class World:
                 break
             try:
                 async with asyncio.timeout(min(left, 1.2)):
-                    answer = await self.network.call(client, name, lambda name=name: self._serve(name, body))
+                    answer = await self.network.call(client, name, partial(self._serve, name, body, version))
             except (TimeoutError, ConnectionError, ShardrankError) as error:
                 failures.append(f"{name}: {type(error).__name__}: {error}")
                 await asyncio.sleep(0.05)
@@ -353,13 +357,18 @@ class World:
             if began - since >= STEADY_S:
                 self._broken = self._broken or Violation("request fails", "; ".join(failures))
 
-    async def _serve(self, name: str, body: bytes) -> Any:
+    def _answered(self, named: int | None, answering: asyncio.Task[Any]) -> None:
+        if named is None and not answering.cancelled() and answering.exception() is None:
+            self.history.answers_of[answering.result()["version"]] += 1
+
+    async def _serve(self, name: str, body: bytes, named: int | None) -> Any:
         process = self.processes[name]
         if not process.is_running:
             raise ConnectionRefusedError(f"{name} is gone")
         assert isinstance(process, ServingProcess)
         desired = process.member.agent.desired.get(MODEL)
         answering = process.start(process.ask(body))
+        answering.add_done_callback(partial(self._answered, named))
         while not answering.done():
             await asyncio.wait([answering], timeout=0.5)
             if not process.is_running:
@@ -378,11 +387,6 @@ class World:
                 raise Violation("undone version answers", f"{name} answers with {version}, it knows {desired[-1]}")
         except Violation as violation:
             self._broken = self._broken or violation
-        if named is None:
-            self.counted(version)
-
-    def counted(self, version: int) -> None:
-        """Count an answer of a version that nobody named."""
 
     # Whether requests must be answered.
 
@@ -527,8 +531,12 @@ class World:
 
 def run(scenario: Scenario, *, verbose: bool = False) -> tuple[World, Violation | None]:
     """Run a scenario. Return what happened, and the rule that was broken, if one was."""
-    logging.disable(logging.NOTSET if verbose else logging.CRITICAL)
     world = World(scenario, verbose=verbose)
+    handler = _TraceHandler(world)
+    logging.disable(logging.NOTSET if verbose else logging.CRITICAL)
+    if verbose:
+        logging.getLogger().addHandler(handler)
+        logging.getLogger().setLevel(logging.INFO)
     try:
         world.loop.run(world.main())
     except Violation as violation:
@@ -537,7 +545,20 @@ def run(scenario: Scenario, *, verbose: bool = False) -> tuple[World, Violation 
         return world, Violation("stuck", str(error))
     finally:
         logging.disable(logging.NOTSET)
+        logging.getLogger().removeHandler(handler)
     return world, None
+
+
+class _TraceHandler(logging.Handler):
+    """Adds what processes log to the trace."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process = PROCESS.get()
+        self._world.note("" if process is None else process.name, f"[{record.levelname}] {record.getMessage()}")
 
 
 _ = FAULTS_UNTIL_S
