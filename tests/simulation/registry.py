@@ -188,7 +188,7 @@ class RegistryServer:
         self._loop, self._random, self._on_write = loop, random, on_write
         self.lag_s = 0.0
         self.has_replica = True
-        self.is_up = True
+        self.is_up = self.is_synced = True
         self.primary, self.replica = Keyspace(), Keyspace()
         self._log: list[tuple[str, tuple[Any, ...], float]] = []
         self._replicated = 0
@@ -229,11 +229,13 @@ class RegistryServer:
         for name, arguments, now in self._log[self._replicated : until]:
             with contextlib.suppress(RegistryConflictError, StreamSequenceError, PublisherSupersededError):
                 getattr(replica, name)(now, *arguments)
-        self._replicated = max(self._replicated, until)
+        self._replicated, self.is_synced = max(self._replicated, until), True
 
     def fail_over(self) -> int:
         """Go on with what the replica has; return how many writes are lost. A new replica copies everything."""
-        lost = len(self._log) - self._replicated
+        if not self.is_synced:
+            return 0  # no replica may take over yet
+        lost, self.is_synced = len(self._log) - self._replicated, False
         self.primary = self.replica
         self.replica = Keyspace()
         self._log, self._replicated = self._log[: self._replicated], 0
