@@ -122,8 +122,11 @@ class Keyspace:
         there, entry = self._stream(stream), StreamEntry(sequence, payload)
         if there.is_there(entry, by):
             return
-        if there.has_commits or (there.last and sequence != there.last + 1):
-            raise StreamSequenceError(f"stream {stream} ends with {there.last}: not {sequence}")
+        if there.has_commits:
+            raise StreamSequenceError(f"stream {stream} ends with {there.last}: format 1 is over")
+        if there.last and sequence != there.last + 1:
+            follows = f"{sequence} was to follow {sequence - 1}"
+            raise StreamSequenceError(f"stream {stream} ends with {there.last}: {follows}")
         there.add(entry, b"")
 
     def commit(
@@ -134,7 +137,8 @@ class Keyspace:
             return
         last = there.entries.get(there.last, (b"",))[0]
         if there.last != expected.sequence or (expected.payload and last != expected.payload):
-            raise StreamSequenceError(f"stream {stream} ends with {there.last}: not {expected.sequence}")
+            follows = f"{entry.sequence} was to follow {expected.sequence}"
+            raise StreamSequenceError(f"stream {stream} ends with {there.last}: {follows}")
         there.has_commits = True
         there.add(entry, rows)
 
