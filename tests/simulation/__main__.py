@@ -18,6 +18,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long at most")
     parser.add_argument("--at-least", type=int, default=0, help="how many however long it takes")
+    parser.add_argument("--twice", action="store_true", help="run each twice, and compare what happened")
     parser.add_argument("--shrink-s", type=float, default=60.0, help="how long a failing one may be made simpler")
     return parser.parse_args(arguments)
 
@@ -37,7 +38,9 @@ def main(arguments: list[str]) -> int:
     else:
         until = time.monotonic() + 60.0 * options.minutes
         seeds = itertools.islice(itertools.count(options.first), options.seeds)
-        count, failed, seed = runner.run_many(seeds, lambda count: count < options.at_least or time.monotonic() < until)
+        count, failed, seed = runner.run_many(
+            seeds, lambda count: count < options.at_least or time.monotonic() < until, twice=options.twice
+        )
     print(f"{count} seeds, {'one of which breaks a rule' if failed else 'all rules held'}")  # noqa: T201
     if failed is None:
         return 0

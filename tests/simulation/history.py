@@ -113,7 +113,7 @@ class History:
         self.required[version, step] = sequence, bytes.fromhex(digest), required
 
     def judge(self, answer: dict[str, Any], rows: list[int], digests: set[bytes]) -> None:
-        """Judge an answer to these rows; `digests` are of the entries that its stream has now. Raises ViolationError."""
+        """Judge an answer to these rows; `digests` are of the entries of its stream. Raises ViolationError."""
         version, self.num_answers = answer["version"], self.num_answers + 1
         known = VERSIONS[version]
         codes = [decode(score) for score in answer["scores"]]

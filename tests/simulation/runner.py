@@ -49,9 +49,12 @@ def run(scenario: Scenario, *, verbose: bool = False) -> Outcome:
     return Outcome("", "", world)
 
 
-def run_many(seeds: Iterator[int], go_on: Callable[[int], bool]) -> tuple[int, Outcome | None, int]:
+def run_many(
+    seeds: Iterator[int], go_on: Callable[[int], bool], *, twice: bool = False
+) -> tuple[int, Outcome | None, int]:
     """Run seeds one after the other until one fails, or `go_on` says no of how many there were.
 
+    With `twice` each is run again, and fails if something else happens.
     Returns how many there were, and the outcome that failed with its seed.
     """
     gc.collect()
@@ -61,6 +64,8 @@ def run_many(seeds: Iterator[int], go_on: Callable[[int], bool]) -> tuple[int, O
     try:
         for seed in seeds:
             outcome = run(draw(seed))
+            if twice and (again := run(draw(seed))).world.trace != outcome.world.trace:
+                outcome = Outcome("not replayed", _difference(outcome, again), again.world)
             count += 1
             if outcome.rule:
                 return count, outcome, seed
@@ -73,6 +78,11 @@ def run_many(seeds: Iterator[int], go_on: Callable[[int], bool]) -> tuple[int, O
         gc.enable()
         gc.unfreeze()
     return count, None, 0
+
+
+def _difference(one: Outcome, other: Outcome) -> str:
+    pairs = zip(one.world.trace, other.world.trace, strict=False)
+    return next((f"{before} became {after}" for before, after in pairs if before != after), "one of them is longer")
 
 
 def smaller(scenario: Scenario) -> Iterator[Scenario]:
@@ -99,7 +109,7 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
                 yield replace(changed, skews_s=tuple(known[name] for name in names))
     for index, skew_s in enumerate(scenario.skews_s):
         if skew_s:
-            yield replace(scenario, skews_s=scenario.skews_s[:index] + (0.0,) + scenario.skews_s[index + 1 :])
+            yield replace(scenario, skews_s=(*scenario.skews_s[:index], 0.0, *scenario.skews_s[index + 1 :]))
 
 
 def shrink(failed: Outcome, seconds: float) -> Outcome:
