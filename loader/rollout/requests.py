@@ -304,6 +304,7 @@ class RolloutStatus(Frozen):
     to_version: int | None = None
     canary_share: float | None = None
     bake_s: float = 0.0
+    baked_s: float = 0.0
     started_at: float | None = None
     step_began_at: float | None = None
     bake_began_at: float | None = None
@@ -363,7 +364,7 @@ class FleetState:
             guards = compare(*BakeTally().totals(rollout, view.nodes), rollout.guards)
             if guards.missing:
                 missing = f"{guards.missing} of {rollout.guards.min_requests} requests to version {rollout.to_version}"
-                waiting_for.append(f"{missing}, until {rollout.longest_bake_s:g} s after the bake began")
+                waiting_for.append(f"{missing}, until the bake has lasted {rollout.longest_bake_s:g} s")
         states = ["done" if index <= rollout.step_index else "pending" for index in range(len(rollout.steps))]
         if rollout.active:
             states[rollout.step_index] = "running"
