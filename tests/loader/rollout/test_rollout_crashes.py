@@ -323,34 +323,34 @@ async def until_baked(fleet, began, away_s=0.0):
 @pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
 async def test_a_clock_that_steps_ends_no_bake_and_delays_none(fleet, ahead_s):
     await fleet.begin(1, 2, 1)
-    await fleet.start(canary_share=0.1, bake_s=20.0)
+    await fleet.start(canary_share=0.1, bake_s=10.0)
     began = (await fleet.until_bake()).bake_began_at
     await fleet.round(times=10)
     fleet.clock.ahead_s = ahead_s
-    assert 20.0 <= await until_baked(fleet, began) < 22.0
+    assert 10.0 <= await until_baked(fleet, began) < 12.0
 
 
 @pytest.mark.parametrize("owner", ["the one", "the next one"])
 async def test_a_new_coordinator_waits_for_the_rest_of_a_bake(fleet, owner):
     """Its clock is an hour ahead, and nobody observed the fleet for 50 s."""
     await fleet.begin(1, 2, 1)
-    await fleet.start(canary_share=0.1, bake_s=20.0)
+    await fleet.start(canary_share=0.1, bake_s=10.0)
     began = (await fleet.until_bake()).bake_began_at
     before = await fleet.rollout()
-    await fleet.round(times=39)
+    await fleet.round(times=19)
     after = await fleet.rollout()
-    assert 10.7 <= after.baked_s < 11.8
+    assert 4.7 <= after.baked_s < 5.8
     assert after == before.model_copy(update={"baked_s": after.baked_s})
     fleet.clock.now += 50.0
     fleet.coordinator = fleet.new_coordinator(owner=owner, ahead_s=3600.0)
-    assert 20.0 <= await until_baked(fleet, began, 50.0) < 22.5
+    assert 10.0 <= await until_baked(fleet, began, 50.0) < 12.5
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
 async def test_time_that_a_coordinator_did_not_observe_is_no_bake(fleet, is_cut):
     """The registry was away, or the process was stopped."""
     await fleet.begin(1, 2, 1)
-    await fleet.start(canary_share=0.1, bake_s=20.0)
+    await fleet.start(canary_share=0.1, bake_s=10.0)
     link = InterruptedRegistry(fleet.registry)
     fleet.coordinator = fleet.new_coordinator(link)
     began = (await fleet.until_bake()).bake_began_at
@@ -360,20 +360,20 @@ async def test_time_that_a_coordinator_did_not_observe_is_no_bake(fleet, is_cut)
         fleet.clock.now += 1000.0
         await fleet.coordinator.tick()
     link.calls_left = math.inf
-    assert 20.0 <= await until_baked(fleet, began, 5000.0 if is_cut else 4995.0) < 23.0
+    assert 10.0 <= await until_baked(fleet, began, 5000.0 if is_cut else 4995.0) < 13.0
 
 
 async def test_a_bake_of_an_earlier_release_begins_anew(fleet):
     await fleet.begin(1, 2, 1)
-    await fleet.start(canary_share=0.1, bake_s=20.0)
+    await fleet.start(canary_share=0.1, bake_s=10.0)
     await fleet.until_bake()
-    await fleet.round(times=40)
+    await fleet.round(times=20)
     entry = await fleet.registry.get(rollout_key(MODEL))
     record = json.loads(entry.value)
     for name in ("baked_s", "waited_s", "waited_staging"):
         del record[name]
     await fleet.registry.put(rollout_key(MODEL), json.dumps(record).encode(), entry.revision)
-    assert 20.0 <= await until_baked(fleet, fleet.clock.now) < 22.0
+    assert 10.0 <= await until_baked(fleet, fleet.clock.now) < 12.0
 
 
 async def test_the_limit_of_a_step_holds_over_new_coordinators(fleet):
