@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from loader.errors import RegistryConflictError, RegistryError, RegistryRecordError, RegistryUnavailableError
@@ -47,6 +48,10 @@ from loader.rollout.plan import (
 logger = logging.getLogger(__name__)
 
 MAX_QUOTED_LAGS = 8
+MAX_TICKS = 10
+"""Pauses between ticks (`tick_s`) that count at most between two: a process that was stopped observed nothing."""
+PROGRESS_S = 1.0
+"""How much of a bake, or of a wait, is not on record at most; the next coordinator does not know of it."""
 
 
 class _StepRunner:
@@ -57,44 +62,45 @@ class _StepRunner:
         self._config = config
         self._clock = clock
         self._tally = BakeTally()
-        # By what is waited for: the reason, and since when.
-        self._waits: dict[str, tuple[object, float]] = {}
+        # The record with the time that was observed since it was written, which is `_unwritten_s`.
+        self._counted: OnRecord | None = None
+        self._unwritten_s = 0.0
+        # How long nodes have known of a later desired record than the registry.
+        self._behind_s = 0.0
 
-    def restart(self) -> None:
-        """Start all timeouts anew: time in which the fleet was not seen does not count against its nodes."""
-        self._waits.clear()
-
-    def _has_lasted(self, what: str, reason: object, timeout_s: float) -> bool:
-        """Return whether this reason has lasted for `timeout_s`. Another one, or a clock set back, begins anew."""
-        now = self._clock()
-        known, since = self._waits.get(what, (None, now))
-        if reason != known or now < since:
-            since = now
-        self._waits[what] = reason, since
-        return now - since >= timeout_s
-
-    async def move(self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView) -> Rollout | None:
+    async def move(
+        self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView, elapsed_s: float
+    ) -> Rollout | None:
         """Make the next move of a rollout that has not ended; its record and `wanted` must have just been read.
 
-        Returns the record as it is now, or None if there is nothing to do but wait. After a RegistryConflictError or a
-        RegistryUnavailableError (the change may or may not be made) read it again.
+        `elapsed_s` is how long the fleet has been observed since the last tick. Returns the record as it is now, or
+        None if there is nothing to do but wait. After a RegistryConflictError or a RegistryUnavailableError (the change
+        may or may not be made) read it again.
         """
-        rollout, epoch = on_record.rollout, wanted.epoch if wanted is not None else 0
+        if self._counted is None or self._counted.revision != on_record.revision:
+            # Another process wrote it, and may have counted the time since the last tick as well.
+            self._counted, self._unwritten_s, elapsed_s = on_record, 0.0, 0.0
+        self._unwritten_s += elapsed_s
+        rollout, epoch = self._counted.rollout, wanted.epoch if wanted is not None else 0
+        update = {"waited_s": rollout.waited_s + elapsed_s}
+        if rollout.bake_began_at is not None and rollout.state == "running":
+            update["baked_s"] = rollout.baked_s + elapsed_s
+        rollout = rollout.model_copy(update=update)
+        on_record = OnRecord(rollout, on_record.revision)
         known = max(rollout.base_epoch, *(node.applied.get(rollout.model, 0) for node in view.nodes), 0)
-        if epoch >= known:
-            self._waits.pop("restore", None)
-        elif not self._has_lasted("restore", "epoch", self._config.restore_wait_s):
+        self._behind_s = 0.0 if epoch >= known else self._behind_s + elapsed_s
+        if epoch < known and self._behind_s < self._config.restore_wait_s:
             return None
         if wanted is None or epoch <= rollout.base_epoch:
             # Write what the step wants, unless somebody else wrote since it was read.
-            if 0 <= self._clock() - rollout.step_began_at < self._config.step_delay_s:
-                return None
+            if rollout.waited_s < self._config.step_delay_s:
+                return await self._count(on_record, rollout.waited_s, staging=True)
             if blockers := cannot_roll(rollout, view):
-                return await self._wait(on_record, blockers)
+                return await self._wait(on_record, view, blockers)
             # Also if it changes nothing: above the plan's epoch, no coordinator with an older plan writes any more.
             step = wanted_in_step(rollout, max(epoch, known) + 1)
             await self._fleet.put_wanted(step, wanted.epoch if wanted is not None else None)
-            self._waits.pop("step", None)
+            await self._count(on_record, 0.0)
             return rollout
         if not wanted.wants_same(wanted_in_step(rollout, epoch)):
             return await self._write(on_record, self._resumed(rollout, wanted))
@@ -108,7 +114,7 @@ class _StepRunner:
             if wanted.wants_same(wanted_in_step(later, wanted.epoch)):
                 # This record is older than the wanted one.
                 text = f"the registry had lost how far it was: step {later.step}"
-                change = {"step_index": index, "step_began_at": now, "base_epoch": wanted.epoch - 1}
+                change = {"step_index": index, "step_began_at": now, "base_epoch": wanted.epoch - 1, "waited_s": 0.0}
                 return changed(rollout, now, text, **change)
         if wanted.live not in (rollout.from_version, rollout.to_version):
             reason = f"version {wanted.live} was made live by somebody else"
@@ -135,43 +141,57 @@ class _StepRunner:
             if verdict.breached:
                 return await self._write(on_record, undone(rollout, now, "rolled_back", f"guard: {compared}"))
         if blockers:
-            return await self._wait(on_record, blockers)
-        self._waits.pop("step", None)
+            return await self._wait(on_record, view, blockers)
         if baking_now and rollout.bake_began_at is None:
             baseline = baseline_of(view.nodes, rollout)
             text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
-            return await self._write(on_record, changed(rollout, now, text, bake_began_at=now, baseline=baseline))
-        baked_s = now - (rollout.bake_began_at or now)
-        if baking_now and baked_s < (rollout.longest_bake_s if missing else rollout.bake_s):
-            return None
+            change = {"bake_began_at": now, "baked_s": 0.0, "waited_s": 0.0, "baseline": baseline}
+            return await self._write(on_record, changed(rollout, now, text, **change))
+        if baking_now and rollout.baked_s < (rollout.longest_bake_s if missing else rollout.bake_s):
+            return await self._count(on_record, 0.0)
         if missing:
-            text = f"guard: min_requests is {rollout.guards.min_requests}, {missing} are missing after {baked_s:.0f} s"
+            requests = f"min_requests is {rollout.guards.min_requests}, {missing} are missing"
+            text = f"guard: {requests} after {rollout.baked_s:.0f} s"
             return await self._write(on_record, undone(rollout, now, "rolled_back", f"{text}; {compared}"))
         text = f"done after {max(now - rollout.step_began_at, 0.0):.1f} s"
         if rollout.committed and (refused := refusals(rollout, view)):
             text = f"{text}; refused by {refused}"
         return await self._write(on_record, advanced(rollout, now, epoch, f"{text}; {compared}" if compared else text))
 
-    async def _wait(self, on_record: OnRecord, blockers: Sequence[StepBlocker]) -> Rollout | None:
+    async def _wait(self, on_record: OnRecord, view: FleetView, blockers: Sequence[StepBlocker]) -> Rollout | None:
         """Wait for nodes that lag, and when that lasts too long undo the rollout, or note it if it can't be undone."""
+        if not view.settled:
+            return None
         rollout = on_record.rollout
         stages = rollout.step in (Step.STAGE_SHARDS, Step.STAGE_SERVING) or rollout.step.startswith(Step.ROLL)
         stages = stages or any(blocker.staging for blocker in blockers)
         timeout_s = self._config.stage_timeout_s if stages else self._config.step_timeout_s
-        if not self._has_lasted("step", (rollout.rollout_id, rollout.step_index, stages), timeout_s):
-            return None
-        self._waits.pop("step", None)
+        # For another reason it begins anew.
+        waited_s = rollout.waited_s if rollout.waited_staging == stages else 0.0
+        if waited_s < timeout_s:
+            return await self._count(on_record, waited_s, staging=stages)
         more = f" and {len(blockers) - MAX_QUOTED_LAGS} more" if len(blockers) > MAX_QUOTED_LAGS else ""
         who = "; ".join(blocker.text for blocker in blockers[:MAX_QUOTED_LAGS]) + more
         text = f"step {rollout.step} is not done after {timeout_s:g} s: {who}"
         if rollout.state == "running" and not rollout.committed:
             return await self._write(on_record, undone(rollout, self._clock(), "rolled_back", text))
-        return await self._write(on_record, changed(rollout, self._clock(), text))
+        return await self._write(on_record, changed(rollout, self._clock(), text, waited_s=0.0))
+
+    async def _count(self, on_record: OnRecord, waited_s: float, *, staging: bool = False) -> Rollout | None:
+        """Remember how long the step has baked and waited, and put it on record now and then, without an event."""
+        rollout = on_record.rollout.model_copy(update={"waited_s": waited_s, "waited_staging": staging})
+        self._counted = OnRecord(rollout, on_record.revision)
+        return await self._put(self._counted, rollout) if self._unwritten_s >= PROGRESS_S else None
 
     async def _write(self, on_record: OnRecord, rollout: Rollout) -> Rollout:
-        await self._fleet.registry.put(rollout_key(rollout.model), rollout.encode(), on_record.revision)
+        await self._put(on_record, rollout)
         last = rollout.events[-1]
         logger.info("%s: %s: %s: %s", rollout.model, rollout.state, last.step, last.text)
+        return rollout
+
+    async def _put(self, on_record: OnRecord, rollout: Rollout) -> Rollout:
+        revision = await self._fleet.registry.put(rollout_key(rollout.model), rollout.encode(), on_record.revision)
+        self._counted, self._unwritten_s = OnRecord(rollout, revision), 0.0
         return rollout
 
 
@@ -185,15 +205,18 @@ class Coordinator:
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         config: CoordinatorConfig | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Do nothing before `run` or `tick`; `clock` returns seconds since the epoch.
+        """Do nothing before `run` or `tick`.
 
-        `owner` is whose lock it is: the same over restarts, it acquires its lock again at once.
+        `clock` returns seconds since the epoch, for people alone; what is waited for goes by `monotonic`. `owner` is
+        whose lock it is: the same over restarts, it acquires its lock again at once.
         """
         self._fleet = fleet
         self._owner = owner
         self._clock = clock
         self._sleep = sleep
+        self._monotonic = monotonic
         self._config = config or CoordinatorConfig()
         self._nodes = RecentNodes(self._config.settle_s)
         self._runners: dict[str, _StepRunner] = {}
@@ -202,6 +225,8 @@ class Coordinator:
         self._published: dict[str, PublishedVersion] = {}
         self._problems: dict[str, str] = {}
         self._lock_until: float | None = None
+        self._seen_at: float | None = None
+        self._observed_s = 0.0
 
     @property
     def leads(self) -> bool:
@@ -232,10 +257,14 @@ class Coordinator:
             await self._fleet.check_identity(self._wanted.values())
             if not await self._lead():
                 return False
-            view = self._nodes.observe(await self._fleet.nodes(), await self._fleet.fleet(), self._clock())
+            nodes, fleet, now = await self._fleet.nodes(), await self._fleet.fleet(), self._monotonic()
+            passed_s = 0.0 if self._seen_at is None else min(now - self._seen_at, MAX_TICKS * self._config.tick_s)
+            self._seen_at, self._observed_s = now, self._observed_s + passed_s
+            view = self._nodes.observe(nodes, fleet, self._observed_s)
+            elapsed_s = passed_s if view.settled else 0.0
             models = {key.removeprefix(ROLLOUTS) for key in await self._fleet.registry.entries(ROLLOUTS)}
             models |= self._rollouts.keys() | self._wanted.keys()
-            moved = [await self._tick_model(model, view) for model in sorted(models)]
+            moved = [await self._tick_model(model, view, elapsed_s) for model in sorted(models)]
         except RegistryUnavailableError as error:
             self._lose_lock()
             self._note("registry", f"rollouts pause: {error}")
@@ -248,9 +277,9 @@ class Coordinator:
 
     async def _lead(self) -> bool:
         """Return whether it has the lock, which it renews when a third of its time has passed."""
-        now, ttl_s = self._clock(), self._config.lock_ttl_s
+        now, ttl_s = self._monotonic(), self._config.lock_ttl_s
         led = self.leads
-        if self._lock_until is not None and 2 * ttl_s / 3 < self._lock_until - now <= ttl_s:
+        if self._lock_until is not None and 2 * ttl_s / 3 < self._lock_until - now:
             return True
         if not await self._fleet.registry.acquire(COORDINATOR_LOCK, self._owner, ttl_s):
             if led:
@@ -262,7 +291,7 @@ class Coordinator:
             logger.info("this coordinator (%s) carries out the rollouts", self._owner)
         return True
 
-    async def _tick_model(self, model: str, view: FleetView) -> bool:
+    async def _tick_model(self, model: str, view: FleetView, elapsed_s: float) -> bool:
         try:
             key, rollout, known = rollout_key(model), self._rollouts.get(model), self._wanted.get(model)
             if rollout is not None and await self._fleet.restore_raw(key, rollout.encode(), rollout.epoch):
@@ -278,7 +307,7 @@ class Coordinator:
             if on_record is not None and on_record.rollout.active:
                 await self._restore_version(model, on_record.rollout.to_version)
                 runner = self._runners.setdefault(model, _StepRunner(self._fleet, self._config, self._clock))
-                moved = await runner.move(on_record, wanted, view.for_model(model))
+                moved = await runner.move(on_record, wanted, view.for_model(model), elapsed_s)
             if moved is not None:
                 self._rollouts[model] = moved
         except RegistryConflictError as error:
@@ -306,10 +335,8 @@ class Coordinator:
             logger.warning("the registry had lost version %d of %s: restored", version, model)
 
     def _lose_lock(self) -> None:
-        self._lock_until = None
+        self._lock_until = self._seen_at = None
         self._nodes.restart()
-        for runner in self._runners.values():
-            runner.restart()
 
     def _note(self, subject: str, problem: str, error: Exception | None = None) -> None:
         """Log a problem when it appears, with the traceback of `error`, and when it is gone."""

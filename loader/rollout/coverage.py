@@ -85,12 +85,11 @@ class RecentNodes:
         self._seen: dict[str, tuple[float, NodeRecord]] = {}
 
     def observe(self, nodes: Sequence[NodeRecord], fleet: FleetRecord | None, now: float) -> FleetView:
-        """Return what is announced at `now` (seconds), with the nodes that were a moment ago."""
-        # A clock that was set back would keep all nodes missing for that long.
-        if self._since is None or now < self._since:
+        """Return what is announced at `now` (seconds that never go back), with the nodes that were a moment ago."""
+        if self._since is None:
             self._since = now
         self._seen.update({node.node_id: (now, node) for node in nodes})
-        self._seen = {key: (at, node) for key, (at, node) in self._seen.items() if 0 <= now - at <= self._settle_s}
+        self._seen = {key: (at, node) for key, (at, node) in self._seen.items() if now - at <= self._settle_s}
         announced = {node.node_id for node in nodes}
         missing = [node for key, (_, node) in self._seen.items() if key not in announced and not node.draining]
         settled = now - self._since >= self._settle_s

@@ -76,10 +76,10 @@ class NodeBaseline(Record):
 
 
 class Rollout(Record):
-    """One rollout of one model. Times are in seconds since the epoch.
+    """One rollout of one model. Times `_at` are seconds since the epoch, for people: clocks differ, and step.
 
     Attributes:
-        epoch: counts up with every write of this key.
+        epoch: counts up with every write of this key but those of elapsed times alone, which may be lost.
         from_version: the version that is live when it starts; None for a model's first.
         previous_version: what a rollback returns to if this rollout is not done; see `rollback_target`.
         from_followed: deltas were applied to `from_version` when it started.
@@ -94,6 +94,9 @@ class Rollout(Record):
         groups: by-replica only: node ids that are rolled together, in order; `early_groups` of them before the flip.
         from_shards, to_shards: over how many shards the rows of the two versions are divided; None if unknown.
         replay_until: the last delta of that stream when the step `replay` began; None before.
+        baked_s: how long coordinators have observed the bake, in seconds.
+        waited_s: how long they have observed that the step can't go on, in seconds, towards the limit of staging if
+            `waited_staging`, else towards that of other steps.
         baseline: what serving processes had counted when the bake began, by node id.
         state: `running` towards `to_version`, `undoing` back to `from_version`, or how it ended.
     """
@@ -124,6 +127,9 @@ class Rollout(Record):
     to_shards: NumShards | None = None
     replay_until: int | None = None
     bake_began_at: float | None = None
+    baked_s: float = Field(default=0.0, ge=0)
+    waited_s: float = Field(default=0.0, ge=0)
+    waited_staging: bool = False
     baseline: dict[NodeId, NodeBaseline] = Field(default_factory=dict)
     state: RolloutState = "running"
     outcome: Outcome | None = None
@@ -315,7 +321,7 @@ def advanced(rollout: Rollout, now: float, wanted_epoch: int, text: str) -> Roll
     if rollout.step == Step.RETIRE_SHARDS:
         return changed(rollout, now, text, state=rollout.outcome if rollout.state == "undoing" else "done")
     change = {"step_index": rollout.step_index + 1, "step_began_at": now, "base_epoch": wanted_epoch}
-    return changed(rollout, now, text, bake_began_at=None, baseline={}, **change)
+    return changed(rollout, now, text, bake_began_at=None, baked_s=0.0, waited_s=0.0, baseline={}, **change)
 
 
 def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollout:
@@ -334,7 +340,7 @@ def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollo
         raise RolloutError(f"{name} can't be undone in step {rollout.step!r}: {why}; once it is done, use rollback")
     begun = rollout.steps[: rollout.step_index + 1]
     steps = {"steps": (*begun, *Step.UNDO), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
-    change = {"state": "undoing", "outcome": outcome, "reason": cut_reason(reason)}
+    change = {"state": "undoing", "outcome": outcome, "reason": cut_reason(reason), "waited_s": 0.0}
     return changed(rollout, now, f"{outcome}: {reason}", **change, **steps)
 
 

@@ -305,6 +305,7 @@ class RolloutStatus(Frozen):
     to_version: int | None = None
     canary_share: float | None = None
     bake_s: float = 0.0
+    baked_s: float = 0.0
     started_at: float | None = None
     step_began_at: float | None = None
     bake_began_at: float | None = None
@@ -365,7 +366,7 @@ class FleetState:
             guards = compare(*totals, rollout.guards, live_answers=live_answers)
             if guards.missing:
                 missing = f"{guards.missing} of {rollout.guards.min_requests} requests to each version"
-                waiting_for.append(f"{missing}, until {rollout.longest_bake_s:g} s after the bake began")
+                waiting_for.append(f"{missing}, until the bake has lasted {rollout.longest_bake_s:g} s")
         states = ["done" if index <= rollout.step_index else "pending" for index in range(len(rollout.steps))]
         if rollout.active:
             states[rollout.step_index] = "running"

@@ -110,7 +110,8 @@ function showRollout(place, rollout) {
     return;
   }
   const { to_version: to, from_version: from } = rollout;
-  const details = [rollout.strategy, rollout.canary_share === null ? "" : `canary ${percent(rollout.canary_share, 1)}`, rollout.bake_s ? `bake ${lasts(rollout.bake_s)}` : ""];
+  const baked = rollout.bake_began_at === null ? "bake" : `bake ${lasts(rollout.baked_s)} of`;
+  const details = [rollout.strategy, rollout.canary_share === null ? "" : `canary ${percent(rollout.canary_share, 1)}`, rollout.bake_s ? `${baked} ${lasts(rollout.bake_s)}` : ""];
   const title = `Rollout of version ${to}${from === null ? "" : ` in place of ${from}`}: ${rollout.state.replace("_", " ")}`;
   const since = rollout.active ? `running for ${lasts(readTime() - rollout.started_at)}, this step for ${lasts(readTime() - rollout.step_began_at)}` : `began ${clock(rollout.started_at)}`;
   const told = [...details, since].filter(Boolean).join(" · ");

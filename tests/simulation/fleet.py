@@ -315,12 +315,8 @@ class CoordinatorProcess(Process):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.loop, name, world.clocks[name])
         fleet = FleetRegistry(world.open_registry())
-        self.coordinator = Coordinator(
-            fleet,
-            name,
-            self.clocks.wall,
-            config=COORDINATOR,  # TODO monotonic
-        )
+        clocks = self.clocks
+        self.coordinator = Coordinator(fleet, name, clocks.wall, config=COORDINATOR, monotonic=clocks.monotonic)
         self.start(self.coordinator.run())
 
 

@@ -506,7 +506,7 @@ class World:
         return lags
 
     async def _quiet(self) -> None:
-        while self.quiet_publishers < len(self.of(PublisherProcess)):
+        while self.quiet_publishers < len(self.of(PublisherProcess)):  # noqa: ASYNC110  # of simulated time
             await asyncio.sleep(1.0)
         await asyncio.sleep(QUIET_S)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -97,13 +99,17 @@ async def test_a_step_that_was_written_after_an_abort_is_undone(fleet):
 async def test_two_coordinators_that_both_believe_to_lead_do_no_harm(fleet):
     await fleet.begin(2, 2, 2)
     others = [fleet.new_coordinator() for _ in range(2)]
-    await fleet.start(strategy="by-replica")
-    while (await fleet.rollout()).active:
+    await fleet.start(strategy="by-replica", bake_s=9.0)
+    baking = set()
+    while (rollout := await fleet.rollout()).active:
+        if rollout.bake_began_at is not None:
+            baking.add(fleet.clock.now)
         fleet.clock.now += 0.3
         await fleet.react()
         await asyncio.gather(fleet.coordinator.tick(), *(other.tick() for other in others))
         fleet.check_answers()
     await fleet.ends("done", NEW)
+    assert 9.0 <= max(baking) + 0.3 - min(baking) < 15.0
 
 
 async def test_another_coordinator_leads_when_the_first_is_gone(fleet):
@@ -287,7 +293,9 @@ async def test_a_cancelled_coordinator_releases_its_lock(fleet):
             done.set()
         await asyncio.sleep(0)
 
-    running = asyncio.create_task(Coordinator(fleet.fleet, "a", fleet.clock, sleep, fleet.config).run())
+    running = asyncio.create_task(
+        Coordinator(fleet.fleet, "a", fleet.clock, sleep, fleet.config, fleet.clock.monotonic).run()
+    )
     await asyncio.wait_for(done.wait(), 60.0)
     assert await fleet.registry.holder(COORDINATOR_LOCK) == "a"
     running.cancel()
@@ -317,6 +325,97 @@ async def test_no_rollout_starts_on_a_registry_that_lost_changes(fleet):
         await fleet.start(3)
 
 
+async def until_baked(fleet, began, away_s=0.0):
+    """Seconds that the bake has lasted, without those in which nobody observed it."""
+    await fleet.until_step("flip", written=False)
+    return fleet.clock.now - began - away_s
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+async def test_a_clock_that_steps_ends_no_bake_and_delays_none(fleet, ahead_s):
+    await fleet.begin(1, 2, 1)
+    await fleet.start(canary_share=0.1, bake_s=10.0)
+    began = (await fleet.until_bake()).bake_began_at
+    await fleet.round(times=10)
+    fleet.clock.ahead_s = ahead_s
+    assert 10.0 <= await until_baked(fleet, began) < 12.0
+
+
+@pytest.mark.parametrize("owner", ["the one", "the next one"])
+async def test_a_new_coordinator_waits_for_the_rest_of_a_bake(fleet, owner):
+    """Its clock is an hour ahead, and nobody observed the fleet for 50 s."""
+    await fleet.begin(1, 2, 1)
+    await fleet.start(canary_share=0.1, bake_s=10.0)
+    began = (await fleet.until_bake()).bake_began_at
+    before = await fleet.rollout()
+    await fleet.round(times=19)
+    after = await fleet.rollout()
+    assert 4.7 <= after.baked_s < 5.8
+    assert after == before.model_copy(update={"baked_s": after.baked_s})
+    fleet.clock.now += 50.0
+    fleet.coordinator = fleet.new_coordinator(owner=owner, ahead_s=3600.0)
+    assert 10.0 <= await until_baked(fleet, began, 50.0) < 12.5
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_time_that_a_coordinator_did_not_observe_is_no_bake(fleet, is_cut):
+    """The registry was away, or the process was stopped."""
+    await fleet.begin(1, 2, 1)
+    await fleet.start(canary_share=0.1, bake_s=10.0)
+    link = InterruptedRegistry(fleet.registry)
+    fleet.coordinator = fleet.new_coordinator(link)
+    began = (await fleet.until_bake()).bake_began_at
+    await fleet.round(times=10)
+    for _ in range(5):
+        link.calls_left = 0 if is_cut else link.calls_left
+        fleet.clock.now += 1000.0
+        await fleet.coordinator.tick()
+    link.calls_left = math.inf
+    assert 10.0 <= await until_baked(fleet, began, 5000.0 if is_cut else 4995.0) < 13.0
+
+
+async def test_a_bake_of_an_earlier_release_begins_anew(fleet):
+    await fleet.begin(1, 2, 1)
+    await fleet.start(canary_share=0.1, bake_s=10.0)
+    await fleet.until_bake()
+    await fleet.round(times=20)
+    entry = await fleet.registry.get(rollout_key(MODEL))
+    record = json.loads(entry.value)
+    for name in ("baked_s", "waited_s", "waited_staging"):
+        del record[name]
+    await fleet.registry.put(rollout_key(MODEL), json.dumps(record).encode(), entry.revision)
+    assert 10.0 <= await until_baked(fleet, fleet.clock.now) < 12.0
+
+
+async def test_the_limit_of_a_step_holds_over_new_coordinators(fleet):
+    fleet.config = fleet.config.model_copy(update={"stage_timeout_s": 20.0})
+    await fleet.begin(1, 2, 1)
+    fleet.node("shard-0-1").stage_rounds = 10**9
+    began = (await fleet.start()).started_at
+    for _ in range(6):
+        assert (await fleet.rollout()).state == "running"
+        fleet.coordinator = fleet.new_coordinator()
+        await fleet.round(times=15)
+    ended = await fleet.ends("rolled_back", OLD)
+    assert "step stage_shards is not done after 20 s: shard-0-1" in ended.reason
+    assert 20.0 < fleet.clock.now - began < 40.0
+
+
+async def test_a_fleet_that_was_stopped_with_its_coordinator_is_not_empty(fleet):
+    """All announcements have expired when it looks again, and no node has had the time to repeat its own."""
+    fleet.config = fleet.config.model_copy(update={"settle_s": 2.0})
+    fleet.coordinator = fleet.new_coordinator()
+    await fleet.begin(1, 1, 1)
+    fleet.node("serve-0").stuck.add(OLD)
+    await fleet.start()
+    await fleet.until_step("retire_serving")
+    fleet.clock.now += 600.0
+    await fleet.coordinator.tick()
+    assert (await fleet.rollout()).step == "retire_serving"
+    fleet.node("serve-0").stuck.clear()
+    await fleet.ends("done", NEW)
+
+
 async def forget(fleet: PlayedFleet, node_id: str) -> None:
     """Kill a node, and let what it announced expire before anybody looks."""
     fleet.node(node_id).kill()
@@ -325,8 +424,10 @@ async def forget(fleet: PlayedFleet, node_id: str) -> None:
         await fleet.react()
 
 
-@pytest.mark.parametrize(("ending", "seconds"), [("aborted", 0.3), ("rolled_back", 15.0)])
-async def test_undoing_rolls_no_group_that_could_not_be_rolled(fleet, ending, seconds):
+@pytest.mark.parametrize("ending", ["aborted", "rolled_back"])
+async def test_undoing_rolls_no_group_that_could_not_be_rolled(fleet, ending):
+    fleet.config = fleet.config.model_copy(update={"stage_timeout_s": 15.0})
+    fleet.coordinator = fleet.new_coordinator()
     await fleet.begin(2, 2, 1)
     await fleet.start(strategy="by-replica")
     await forget(fleet, "shard-1-1")
@@ -335,7 +436,7 @@ async def test_undoing_rolls_no_group_that_could_not_be_rolled(fleet, ending, se
     if ending == "aborted":
         await fleet.abort()
     while (await fleet.rollout()).active:
-        await fleet.round(seconds)
+        await fleet.round()
         assert OLD in fleet.node("shard-1-0").ready()
     rollout = await fleet.ends(ending, OLD)
     assert ending == "aborted" or "shard 1 would be left without a node that has version 1 ready" in rollout.reason

@@ -93,8 +93,9 @@ async def test_the_status_shows_steps_nodes_and_who_is_waited_for(fleet):
     assert [(one.version, one.state) for one in late.versions] == [(OLD, "ready"), (NEW, "staging")]
     await fleet.until_bake()
     fleet.node("serve-0").stats = {OLD: stats(1000), NEW: stats(100, errors=1)}
-    await fleet.react()
+    await fleet.round(times=4)
     status = (await read_fleet(fleet.fleet)).status(MODEL)
+    assert status.baked_s == pytest.approx(1.2)
     assert status.guards is not None
     assert (status.guards.compared, status.guards.live.requests, status.guards.new.requests) == (True, 1000, 100)
     assert RolloutStatus.model_validate_json(status.model_dump_json()) == status

@@ -191,7 +191,7 @@ async def test_a_bake_waits_for_min_requests_or_is_undone(fleet, few, other, ans
     await fleet.round(times=20)
     status = (await read_fleet(fleet.fleet)).status(MODEL)
     assert (status.step, status.guards.missing) == ("canary", 1)
-    assert status.waiting_for == ("1 of 50 requests to each version, until 30 s after the bake began",)
+    assert status.waiting_for == ("1 of 50 requests to each version, until the bake has lasted 30 s",)
     fleet.node("serve-0").stats[few] = stats(answered)
     ended = await fleet.ends(state, version)
     assert (fleet.clock.now - began >= 30.0) == (state == "rolled_back")

@@ -47,6 +47,7 @@ def test_a_status_shows_steps_nodes_guards_and_what_is_missing(capsys: pytest.Ca
         to_version=NEW,
         canary_share=0.05,
         bake_s=60.0,
+        baked_s=20.0,
         started_at=44_980.0,
         step="bake",
         steps=(StepStatus(name="flip", state="done"), StepStatus(name="bake", state="running")),
@@ -58,7 +59,7 @@ def test_a_status_shows_steps_nodes_guards_and_what_is_missing(capsys: pytest.Ca
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == (
         f"model {MODEL}, live 1, state running, strategy beside, from_version 1, to_version {NEW}, canary_share 5.00%, "
-        "bake_s 60, started_at 1970-01-01 12:29:40 UTC, step bake"
+        "bake_s 60, baked_s 20, started_at 1970-01-01 12:29:40 UTC, step bake"
     )
     assert lines[1] == "steps: flip done, bake running"
     assert lines[-3:] == [NO_COORDINATOR, "waiting for node-1", "waiting for node-2"]

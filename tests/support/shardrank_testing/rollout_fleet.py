@@ -35,13 +35,22 @@ CONFIG = CoordinatorConfig(settle_s=0.5, restore_wait_s=2.0, stage_timeout_s=600
 
 
 class Clock:
-    """A clock that a test moves. All of a test's registries, nodes and coordinators share it."""
+    """A clock that a test moves. All of a test's registries, nodes and coordinators share it.
+
+    Attributes:
+        now: how much time has passed.
+        ahead_s: by how much the time of day differs from it; a test that changes this steps the clock.
+    """
 
     def __init__(self, now: float = 1_000_000.0) -> None:
         self.now = now
+        self.ahead_s = 0.0
 
     def __call__(self) -> float:
-        return self.now
+        return self.now + self.ahead_s
+
+    def monotonic(self) -> float:
+        return self() - self.ahead_s
 
 
 def canary_of(wanted: WantedModel) -> int | None:
@@ -197,10 +206,13 @@ class PlayedFleet:
         self.nodes: list[PlayedNode] = []
         self.coordinator = self.new_coordinator()
 
-    def new_coordinator(self, registry: Registry | None = None, owner: str = "the one") -> Coordinator:
-        """Another one; with the same owner it believes to hold the lock as well."""
+    def new_coordinator(
+        self, registry: Registry | None = None, owner: str = "the one", ahead_s: float = 0.0
+    ) -> Coordinator:
+        """Another one, whose time of day is ahead; with the same owner it believes to hold the lock as well."""
         fleet = FleetRegistry(registry or self.registry)
-        return Coordinator(fleet, owner, self.clock, config=self.config)
+        monotonic = self.clock.monotonic
+        return Coordinator(fleet, owner, lambda: self.clock() + ahead_s, config=self.config, monotonic=monotonic)
 
     async def begin(
         self,
