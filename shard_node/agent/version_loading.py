@@ -48,7 +48,7 @@ class _Attempt:
     # Of what was published when it was refused.
     identity: str = ""
     failures: int = 0
-    # What failed last may pass by itself, and since when such fails, seconds of the clock.
+    # Whether a file system refused the last try, and since when it does, seconds of the clock.
     passing: bool = False
     passing_since: float = math.inf
     due: float = field(default=float("-inf"))
@@ -162,10 +162,9 @@ class Stagings:
             status, config, now = getattr(error, "http_status", 500), self._config, self._clock()
             attempt.failures += 1
             attempt.reason = cut_reason(f"{type(error).__name__}: {error}")
-            # What is not on record may be nowhere.
-            attempt.passing = bool(attempt.identity) and is_passing(error)
-            if attempt.passing:
-                attempt.passing_since = min(attempt.passing_since, now)
+            # A version that is not on record need not be anywhere.
+            attempt.passing = bool(attempt.identity) and status not in TRY_AGAIN and is_passing(error)
+            attempt.passing_since = min(attempt.passing_since, now) if attempt.passing else math.inf
             is_retried = status in TRY_AGAIN or (attempt.passing and now < attempt.passing_since + config.retry_s)
             if is_retried or (status == NO_ROOM and self._is_room_coming()):
                 attempt.state = "waiting"
