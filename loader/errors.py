@@ -236,6 +236,11 @@ def file_errors(path: Path, action: str) -> Iterator[None]:
         raise kind(f"{path}: missing" if is_gone else f"{path}: can't be {action}: {reason}") from error
 
 
+def is_passing(error: BaseException) -> bool:
+    """Return whether an error may pass by itself: a file system refused, or does not show what is there; no damage."""
+    return isinstance(error, OSError | SnapshotNotFoundError) or isinstance(error.__cause__, OSError)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Write, for a message, which known names are near one, or else the first few."""
     names = sorted(known)

@@ -83,6 +83,8 @@ class MemberSettings(StoreSettings):
     """With --registry: where others reach this process."""
     stage_cpu_share: float = setting(0.5, file_only=True, ge=0.01, le=1)
     """With --registry: share of one core for loading a version beside the live one."""
+    stage_retry_s: float = setting(60.0, "S", ge=0, le=86400)
+    """How long a version is tried again whose files can't be read, or are not there yet; then it is refused."""
     verify: bool = True
     """Compare every file's SHA-256 before serving; leave it out only for a local store that you trust."""
 

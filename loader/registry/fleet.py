@@ -246,6 +246,7 @@ class VersionReport(VersionStatus):
     Attributes:
         progress: of staging, 0 to 1.
         reason: why it is refused, or what it waits for.
+        passing: the reason may pass by itself, and the version is tried again although it is refused.
         plan_digest: who owns what; only of processes that hold rows, as are memory_bytes and delta_sequence.
         memory_bytes: of its rows in RAM and on cards; `memory_tiers`: by tier, mapped files among them.
         hot: copies of rows that are on shard nodes; serving processes only, as are golden_difference and dense_step.
@@ -260,6 +261,7 @@ class VersionReport(VersionStatus):
     """
 
     model: Name
+    passing: bool = False
     identity: str = ""
     plan_digest: str = ""
     memory_tiers: dict[str, int] = Field(default_factory=dict)

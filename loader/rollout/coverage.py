@@ -165,14 +165,17 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
 
 
 def refusals(rollout: Rollout, view: FleetView) -> str:
-    """Return which nodes refuse the new version, and why; empty if none does."""
+    """Return which nodes refuse the new version, and why; empty if none does.
+
+    What may pass by itself counts only once the rollout is committed: until then the step waits for it.
+    """
     reports = (
         (node, node.report(rollout.model, rollout.to_version)) for node in (*view.shard_nodes(), *view.serving())
     )
     return "; ".join(
         f"{node.node_id}: {report.reason or 'no reason given'}"
         for node, report in reports
-        if report is not None and report.state == "refused"
+        if report is not None and report.state == "refused" and (rollout.committed or not report.passing)
     )
 
 
@@ -207,7 +210,7 @@ def _without(nodes: Iterable[NodeRecord], model: str, version: int) -> list[Step
         if report is None:
             lags.append(StepBlocker(f"{node.node_id}: does not have version {version} yet", staging=True))
         elif report.state != "ready":
-            progress = f" {report.progress:.0%}" if report.state == "staging" else ""
+            progress = f" {report.progress:.0%}" if report.state == "staging" else " for now" if report.passing else ""
             state = f"{report.state}{progress}{f': {report.reason}' if report.reason else ''}"
             lags.append(StepBlocker(f"{node.node_id}: version {version} is {state}", staging=True))
     return lags

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from loader.errors import ExportError, SnapshotCorruptError, cut
+from loader.errors import ExportError, SnapshotCorruptError, cut, file_errors
 from loader.snapshot.manifest import MAX_DENSE_BYTES
 
 if TYPE_CHECKING:
@@ -88,11 +88,13 @@ class ProgramArchive:
 
     @classmethod
     def read(cls, path: Path, *, drop_sample_inputs: bool = False) -> ProgramArchive:
-        """Read a file. Raises SnapshotCorruptError; OSError if it can't be read."""
-        if (size := path.stat().st_size) > MAX_DENSE_BYTES:
-            problem = f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed"
-            raise SnapshotCorruptError(problem, kind="unsafe_program")
-        return cls(path.read_bytes(), str(path), drop_sample_inputs=drop_sample_inputs)
+        """Read a file. Raises SnapshotError."""
+        with file_errors(path, "read"):
+            if (size := path.stat().st_size) > MAX_DENSE_BYTES:
+                problem = f"{path}: {size} bytes; at most {MAX_DENSE_BYTES} are allowed"
+                raise SnapshotCorruptError(problem, kind="unsafe_program")
+            content = path.read_bytes()
+        return cls(content, str(path), drop_sample_inputs=drop_sample_inputs)
 
     def rebuilt(self) -> bytes:
         """Write an archive of the members that were checked, and none of the sample inputs."""

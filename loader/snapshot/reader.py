@@ -131,9 +131,10 @@ class Snapshot:
             SnapshotResourceError: file descriptors or memory ran out.
         """
         root = Path(path)
-        if not root.is_dir():
-            raise SnapshotNotFoundError(no_path("snapshot", root))
-        versions = version_numbers(entry.name for entry in root.iterdir())
+        with file_errors(root, "read"):
+            if not root.is_dir():
+                raise SnapshotNotFoundError(no_path("snapshot", root))
+            versions = version_numbers(entry.name for entry in root.iterdir())
         if versions and not (root / MANIFEST_NAME).exists():
             raise SnapshotNotFoundError(f"{root} is a model's folder; its newest version is {root / str(versions[-1])}")
         manifest, found = read_manifest(root)

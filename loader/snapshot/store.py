@@ -311,7 +311,8 @@ def version_numbers(names: Iterable[str], prefix: str = "") -> list[int]:
 
 
 def _folders(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
+    with file_errors(path, "read"):
+        return sorted(entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
 
 
 def stated_by(source: Path, identity: str, renumbered: Manifest | None) -> tuple[Manifest, dict[str, str]]:

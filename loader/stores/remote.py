@@ -29,6 +29,7 @@ as the clouds' own libraries do, from the environment or the machine's identity.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import hashlib
 import logging
@@ -349,7 +350,9 @@ class RemoteStore(Store):
             path = f"{folder}/{entry.path}"
             if (size := sizes.get(path)) != entry.size_bytes:
                 problem = "missing" if size is None else f"{size} bytes, the manifest says {entry.size_bytes}"
-                raise SnapshotCorruptError(f"{self.name}/{path}: {problem}")
+                raise SnapshotCorruptError(f"{self.name}/{path}: {problem}") from (
+                    FileNotFoundError(path) if size is None else None
+                )
 
     def _hold(self, identity: str, model: str, version: int, *, is_checked: bool) -> HeldSnapshot:
         """Return a version's folder, with the files that were fetched so far; none is deleted before it is closed."""
@@ -391,11 +394,13 @@ class RemoteStore(Store):
                         shutil.rmtree(path)
                     used_bytes -= sizes[root]
         if needed_bytes and used_bytes + needed_bytes > self._cache_bytes:
+            # What other processes hold may be let go.
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if needed_bytes <= self._cache_bytes else None
             raise StoreError(
                 f"store cache {self.path}: {needed_bytes} bytes of {folder.parent.name} version {folder.name} are "
                 f"needed, {used_bytes} bytes are in use, and it may hold {self._cache_bytes} (--store-cache-gb)",
                 kind="store_cache",
-            )
+            ) from full
 
     def _fetch(self, folder: Path, entries: Sequence[FileEntry], progress: Progress) -> None:
         """Fetch files of a version into its folder of the cache, which is locked. Raises as `hold`."""

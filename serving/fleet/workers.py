@@ -33,6 +33,7 @@ from serving.fleet.process import WORKER_VARIABLE, notify_ready, run_until_signa
 from serving.fleet.supervisor import ChildSpec, NotYetError, Probe, configured_command, supervised
 from serving.observe.logs import announce
 from shard_node.agent.agent import AgentConfig
+from shard_node.agent.version_loading import StagingConfig
 
 LOOPBACK = "127.0.0.1"
 
@@ -210,7 +211,8 @@ class Membership:
         """Return what the settings of a process say. Raises UsageError, SnapshotError, RegistryRecordError."""
         store = options.store_place
         if options.registry is not None:
-            agent = settings.config_of(AgentConfig, {}, models=options.models or None)
+            staging = StagingConfig(retry_s=options.stage_retry_s)
+            agent = settings.config_of(AgentConfig, {}, models=options.models or None, staging=staging)
             reopen = partial(open_registry, options.registry)
             return cls(FleetRegistry(reopen()), reopen, options.named_store, agent)
         if store is not None and options.takes_newest:
@@ -222,7 +224,8 @@ class Membership:
         snapshot = Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
         version = version_record(snapshot, time.time())
         fleet = single_process_fleet(f"process {os.getpid()}", version)
-        return cls(fleet, lambda: fleet.registry, place, AgentConfig.for_only_process(version.model), version)
+        agent = AgentConfig.for_only_process(version.model, options.stage_retry_s)
+        return cls(fleet, lambda: fleet.registry, place, agent, version)
 
 
 def node_id(kind: str, place: str) -> str:

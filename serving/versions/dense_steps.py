@@ -14,7 +14,7 @@ import torch
 
 from loader.deltas.chain import entry_digest
 from loader.deltas.dense import checked_tensors, read_step
-from loader.errors import DeltaError, RegistryError, ShardrankError
+from loader.errors import DeltaError, RegistryError, ShardrankError, is_passing
 from loader.progress import ended
 from loader.registry.fleet import DenseStep, FleetRegistry, cut_reason, delta_stream
 from loader.snapshot.reader import Snapshot
@@ -119,9 +119,7 @@ class DenseSteps:
                 return False
             await self._with_snapshot(served, change)
         except ShardrankError as error:
-            # What the file system refused has its OSError as cause; a file that is not what was published has none.
-            is_unread = isinstance(error.__cause__, OSError)
-            if error.http_status in (503, 504) or (is_unread and self._is_read_again(record)):
+            if error.http_status in (503, 504) or (is_passing(error) and self._is_read_again(record)):
                 logger.warning("dense step %d of %s %d can't be used yet: %s", record.step, *key, error)
                 return False
             reason = cut_reason(f"dense step {record.step}: {error.kind}: {error}")

@@ -140,8 +140,9 @@ class Actions(Protocol):
     async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load, check and warm a version; it is held afterwards.
 
-        `tell` is given the progress, 0 to 1, from any thread. After an exception with `http_status` 503 or 504 it is
-        tried again, after any other the version is refused. On CancelledError it must free all before it ends.
+        `tell` is given the progress, 0 to 1, from any thread. After an exception with `http_status` 503 or 504, or of a
+        file system, it is tried again, after any other the version is refused. On CancelledError it must free all
+        before it ends.
         """
 
     async def reconcile(self, desired: WantedModel) -> bool:
@@ -174,9 +175,9 @@ class AgentConfig(Frozen):
     staging: StagingConfig = StagingConfig()
 
     @classmethod
-    def for_only_process(cls, model: str) -> Self:
+    def for_only_process(cls, model: str, retry_s: float = 60.0) -> Self:
         """Return how the only process of a fleet behaves: it has to serve that model, and nobody to wait for."""
-        staging = StagingConfig(jitter_s=0.0, must_serve=True)
+        staging = StagingConfig(jitter_s=0.0, retry_s=retry_s, must_serve=True)
         return cls(models=(model,), unannounce_grace_s=0.0, staging=staging)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from loader.errors import is_passing
 from loader.registry.fleet import FleetRegistry, VersionReport, WantedModel, cut_reason
 from loader.snapshot.tables import Frozen
 
@@ -25,13 +27,15 @@ class StagingConfig(Frozen):
     """How versions are staged.
 
     Each begins up to `jitter_s` later, so that a fleet does not pull a version in one moment. What passes by itself is
-    tried again after `retry_first_s`, doubled each time, and a live version that was refused after `live_retry_s`. A
-    process that `must_serve` has nothing else to do: a version that is refused ends its agent.
+    tried again after `retry_first_s`, doubled each time; what a file system refuses for `retry_s`, then the version is
+    refused. A refused one that is live, or that a file system refuses, is tried again after `live_retry_s`. A process
+    that `must_serve` has nothing else to do: a version that is refused ends its agent.
     """
 
     jitter_s: float = Field(default=0.3, ge=0, le=600)
     retry_first_s: float = Field(default=0.2, gt=0, le=60)
     retry_max_s: float = Field(default=2.0, gt=0, le=600)
+    retry_s: float = Field(default=60.0, ge=0, le=86400)
     live_retry_s: float = Field(default=30.0, gt=0, le=3600)
     must_serve: bool = False
 
@@ -44,6 +48,9 @@ class _Attempt:
     # Of what was published when it was refused.
     identity: str = ""
     failures: int = 0
+    # Whether a file system refused the last try, and since when it does, seconds of the clock.
+    passing: bool = False
+    passing_since: float = math.inf
     due: float = field(default=float("-inf"))
     task: asyncio.Task[None] | None = None
 
@@ -94,9 +101,10 @@ class Stagings:
         now = self._clock()
         for version in missing:
             attempt = attempts[version]
+            is_over = attempt.state == "refused" and not attempt.passing and version != desired.live
             if waits_for and attempt.state == "waiting":
                 attempt.reason = cut_reason(waits_for)
-            elif not waits_for and attempt.due <= now and (attempt.state != "refused" or version == desired.live):
+            elif not waits_for and attempt.due <= now and not is_over:
                 name = f"stage {desired.model} {version}"
                 attempt.task = asyncio.create_task(self._attempt(attempt, version, desired), name=name)
                 return
@@ -111,6 +119,7 @@ class Stagings:
                     state=attempt.state,
                     progress=min(1.0, max(0.0, attempt.progress)),
                     reason=attempt.reason,
+                    passing=attempt.passing,
                 )
 
     async def retry_republished(self) -> None:
@@ -119,6 +128,7 @@ class Stagings:
             for version, attempt in list(attempts.items()):
                 if attempt.state == "refused" and await self._identity(model, version) != attempt.identity:
                     attempt.state, attempt.due, attempt.reason = "waiting", self._clock(), "published anew"
+                    attempt.passing, attempt.passing_since = False, math.inf
 
     async def close(self) -> None:
         """Cancel all and wait until they have let go."""
@@ -139,27 +149,34 @@ class Stagings:
             if not attempt.failures:
                 await self._sleep(self._random.uniform(0, self._config.jitter_s))
             attempt.identity = await self._identity(model, version)
-            attempt.state, attempt.progress, attempt.reason = "staging", 0.0, ""
+            attempt.state, attempt.progress = "staging", 0.0
+            # What a file system refuses may hang as well: it stays the reason until it has passed.
+            if not attempt.passing:
+                attempt.reason = ""
             await self._stage(model, version, desired, lambda share: setattr(attempt, "progress", share))
         except asyncio.CancelledError:
             logger.info("staging version %d of %s was called off", version, model)
             self._attempts[model].pop(version, None)
             raise
         except Exception as error:
-            status, config = getattr(error, "http_status", 500), self._config
+            status, config, now = getattr(error, "http_status", 500), self._config, self._clock()
             attempt.failures += 1
             attempt.reason = cut_reason(f"{type(error).__name__}: {error}")
-            if status in TRY_AGAIN or (status == NO_ROOM and self._is_room_coming()):
+            # A version that is not on record need not be anywhere.
+            attempt.passing = bool(attempt.identity) and status not in TRY_AGAIN and is_passing(error)
+            attempt.passing_since = min(attempt.passing_since, now) if attempt.passing else math.inf
+            is_retried = status in TRY_AGAIN or (attempt.passing and now < attempt.passing_since + config.retry_s)
+            if is_retried or (status == NO_ROOM and self._is_room_coming()):
                 attempt.state = "waiting"
                 wait_s = min(config.retry_max_s, config.retry_first_s * 2.0 ** min(attempt.failures - 1, 30))
-                attempt.due = self._clock() + wait_s
+                attempt.due = now + wait_s
                 if attempt.failures == 1 or config.must_serve:
-                    level = logging.WARNING if config.must_serve else logging.INFO
+                    level = logging.WARNING if config.must_serve or attempt.passing else logging.INFO
                     logger.log(level, "version %d of %s waits: %s", version, model, attempt.reason)
             else:
-                attempt.state, attempt.due, self.refusal = "refused", self._clock() + config.live_retry_s, error
+                attempt.state, attempt.due, self.refusal = "refused", now + config.live_retry_s, error
                 if not config.must_serve:
-                    is_bug = not hasattr(error, "http_status")
+                    is_bug = not (attempt.passing or hasattr(error, "http_status"))
                     reason = attempt.reason
                     logger.error("version %d of %s is refused: %s", version, model, reason, exc_info=is_bug and error)
         else:

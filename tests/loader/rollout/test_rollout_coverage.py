@@ -106,6 +106,16 @@ def test_a_refusal_counts_unless_the_node_is_leaving(draining, expected):
     assert refusals(in_step("stage_shards"), FleetView(2, (*SHARDS, bad))) == expected
 
 
+def test_a_refusal_that_may_pass_holds_up_the_step_and_undoes_nothing():
+    """Until the stage timeout; a committed rollout leaves such a node behind, by name."""
+    unreadable = node("c", {2: "refused"}, shard=0, reason="EIO", passing=True)
+    step, view = in_step("stage_shards"), FleetView(2, (*SHARDS, unreadable))
+    assert refusals(step, view) == ""
+    (blocker,) = step_blockers(step, view, 5)
+    assert (blocker.text, blocker.staging) == ("c: version 2 is refused for now: EIO", True)
+    assert refusals(rolling("roll:1"), view) == "c: EIO"
+
+
 def test_undone_nodes_need_the_old_version_unless_they_refuse():
     rollout = undone(in_step("stage_serving"), 2.0, "aborted", "x")
     last = rollout.model_copy(update={"step_index": len(rollout.steps) - 1})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import shutil
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from loader.errors import SnapshotCorruptError, SnapshotError
+from loader.errors import SnapshotCorruptError, SnapshotError, is_passing
 from loader.snapshot import manifest, reader
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot, VerifyReport, verify_snapshot
+from loader.snapshot.store import Store
 from shardrank_testing.snapshots import (
     make_spec,
     one_table_spec,
@@ -59,6 +62,34 @@ def test_a_file_of_another_length_is_refused_by_name(copy, relative, verify):
     assert_refused()
     (copy / relative).mkdir()
     assert_refused()
+
+
+@pytest.mark.parametrize("call", ["stat", "iterdir", "resolve", "open"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_what_a_file_system_refuses_may_pass_and_damage_may_not(copy, call, number, monkeypatch):
+    """Whichever call it refuses, it is a typed error; a file or folder that is not there may come, too."""
+
+    def refusal() -> SnapshotError:
+        with pytest.raises(SnapshotError) as refused:
+            Snapshot.open(Store(copy.parent.parent).snapshot_path(copy.parent.name, int(copy.name)))
+        return refused.value
+
+    def refuse(path, *_, **__):
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, call, refuse)
+        error = refusal()
+    assert is_passing(error)
+    assert os.strerror(number) in str(error)
+    for gone in (copy / USER, copy / "manifest.json", copy):
+        gone.rename(copy.parent.parent / "away")
+        assert is_passing(refusal())
+        (copy.parent.parent / "away").rename(gone)
+    content = (copy / USER).read_bytes()
+    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        (copy / USER).write_bytes(damaged)
+        assert not is_passing(refusal())
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

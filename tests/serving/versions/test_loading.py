@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from loader.errors import SnapshotCorruptError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
@@ -27,6 +29,7 @@ from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.golden import golden_of
+from shardrank_testing.nodes import until
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
@@ -150,6 +153,24 @@ async def test_a_process_alone_ends_with_the_error_of_its_version(tmp_path, gold
         with raises_kind("golden_mismatch"):
             await fleet.load()
         assert fleet.service.generations.all() == []
+
+
+async def test_a_process_alone_waits_for_a_file_before_it_gives_up(api_model, tmp_path):
+    shutil.copytree(api_model.path, tmp_path / MODEL / "1")
+    model = dataclasses.replace(api_model, path=tmp_path / MODEL / "1")
+    dense = model.path / "dense.safetensors"
+    async with Fleet(model, tmp_path) as fleet:
+        await fleet.start(*range(SHARDS))
+        member, hasty = fleet.member(), fleet.member(retry_s=0.1)
+        dense.rename(tmp_path / "away")
+        loading = asyncio.create_task(member.load())
+        await until(lambda: "dense.safetensors: missing" in waiting_for(member))
+        with pytest.raises(SnapshotCorruptError, match=r"dense\.safetensors: missing"):
+            await hasty.load()
+        assert not loading.done()
+        (tmp_path / "away").rename(dense)
+        await loading
+        assert fleet.service.live(MODEL) == 1
 
 
 def load(model, limits=None, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 import time
 
 import numpy as np
@@ -13,6 +14,10 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import RegistryForeignError
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import Canary, FleetRegistry
+from loader.rollout.coordinator import Coordinator, CoordinatorConfig
+from loader.rollout.guards import GuardLimits
+from loader.rollout.plan import Rollout, read_rollout
+from loader.rollout.requests import start_rollout
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
 from shardrank_testing.agent_fleet import agent_fleet, with_live
@@ -230,3 +235,45 @@ async def test_a_wrong_version_is_refused_and_the_live_one_stays(versions, folde
         assert (record.live, service.live(MODEL)) == ({MODEL: 1}, 1)
         await service.watch.refresh()
         assert service.watch.problems() == {}
+
+
+async def ended_rollout(fleet: FleetRegistry) -> Rollout:
+    while (on_record := await read_rollout(fleet, MODEL)) is None or on_record.rollout.active:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    return on_record.rollout
+
+
+@pytest.mark.parametrize("late_node", ["shard-0-1", "serve-0"])
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_folder_that_one_node_does_not_see_holds_a_rollout_up(
+    versions, store, folder, tmp_path, late_node, comes_back
+):
+    """That node refuses the version and tries again; if that lasts until the stage timeout, the rollout is undone."""
+    mount, away = tmp_path / "mount", tmp_path / "away"
+    shutil.copytree(store, mount)
+    (mount / MODEL / "2").rename(away)
+    async with agent_fleet(folder, store, shards=1, replicas=0) as fleet:
+        staging = fleet.config.staging.model_copy(update={"retry_s": 0.3, "live_retry_s": 0.1})
+        fleet.config = fleet.config.model_copy(update={"staging": staging})
+        for replica, name in enumerate(("shard-0-0", "shard-0-1")):
+            fleet.store = mount if name == late_node else store
+            await fleet.start_node(0, replica)
+        fleet.store = mount if late_node == "serve-0" else store
+        _, service = await with_live(fleet, {1: versions[1]})
+        await fleet.publish(versions[2].path)
+        config = CoordinatorConfig(settle_s=0.5, stage_timeout_s=60.0 if comes_back else 3.0)
+        coordinator = Coordinator(fleet.fleet, "coordinator", time.time, config=config)
+        carried = asyncio.create_task(coordinator.run())
+        await start_rollout(fleet.fleet, MODEL, 2, guards=GuardLimits(min_requests=0), rollout_id="a" * 32)
+        record = await fleet.until_state(late_node, MODEL, 2, "refused")
+        assert record.report(MODEL, 2).passing
+        if comes_back:
+            away.rename(mount / MODEL / "2")
+        ended = await ended_rollout(fleet.fleet)
+        carried.cancel()
+        await asyncio.wait([carried])
+        live = 2 if comes_back else 1
+        assert (ended.state, service.live(MODEL)) == ("done" if comes_back else "rolled_back", live)
+        if not comes_back:
+            assert f"{late_node}: version 2 is " in ended.reason
+            assert "SnapshotNotFoundError: store" in ended.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from loader.errors import (
     RegistryRecordError,
     RegistryUnavailableError,
     SnapshotCorruptError,
+    SnapshotNotFoundError,
 )
 from loader.registry.directory import DirectoryRegistry
 from loader.registry.fleet import IDENTITY, FleetRecord, FleetRegistry, WantedModel, rollout_key, wanted_key
@@ -107,7 +109,7 @@ async def test_a_bad_version_is_refused_and_other_models_go_on(under):
     ("error", "live", "state", "pause_s"),
     [
         (SnapshotCorruptError("not published"), None, "refused", 5.0),
-        (OSError("stale file handle"), 2, "refused", 29.0),
+        (SnapshotCorruptError("damaged"), 2, "refused", 29.0),
         (RegistryUnavailableError("gone"), None, "waiting", 0.0),
     ],
     ids=["published anew", "live", "it passes by itself"],
@@ -120,9 +122,53 @@ async def test_a_failed_staging_is_tried_again(under, error, live, state, pause_
     assert report.reason == f"{type(error).__name__}: {error}"
     await under.pass_time(pause_s)
     assert under.actions.begun == [("films", 2)]
-    if isinstance(error, SnapshotCorruptError):
+    if live is None:
         await under.fleet.put_version(published(2))
     await under.pass_time_until(lambda: ("films", 2) in under.actions.ready)
+
+
+def unreadable() -> SnapshotCorruptError:
+    """What is raised for a file that the file system can't read now."""
+    error = SnapshotCorruptError("rows-00000: can't be read: Stale file handle")
+    error.__cause__ = OSError(errno.ESTALE, "Stale file handle")
+    return error
+
+
+@pytest.mark.parametrize("error", [unreadable(), SnapshotNotFoundError("no version 2"), OSError("I/O error")])
+async def test_what_a_file_system_refuses_is_tried_again_before_the_version_is_refused(under, error):
+    """For `retry_s`, more and more seldom; then the version is refused, and tried every `live_retry_s`."""
+    await under.fleet.put_version(published(2))
+    faults = under.actions.faults["films", 2] = [error] * 1000
+    await under.want("films", hold=(2,))
+    await under.until(lambda: bool(under.actions.begun))
+    report = await under.announced("films", 2, "waiting")
+    assert (report.passing, report.reason) == (True, f"{type(error).__name__}: {error}")
+    await under.pass_time(59.0)
+    assert (await under.report("films", 2)).state == "waiting"
+    assert 25 < len(under.actions.begun) < 35
+    await under.pass_time(3.0)
+    report = await under.announced("films", 2, "refused")
+    assert (report.passing, report.reason) == (True, f"{type(error).__name__}: {error}")
+    tries = len(under.actions.begun)
+    await under.pass_time(61.0)
+    assert len(under.actions.begun) == tries + 2
+    # Meanwhile other versions are staged, and it is once its files are there.
+    await under.want("films", hold=(2, 3))
+    await under.until(lambda: ("films", 3) in under.actions.ready)
+    faults.clear()
+    await under.pass_time(30.0)
+    assert (await under.announced("films", 2, "ready")).passing is False
+
+
+async def test_damage_that_is_found_once_files_can_be_read_is_refused(under):
+    await under.fleet.put_version(published(2))
+    under.actions.faults["films", 2] = [unreadable(), SnapshotCorruptError("SHA-256 differs")]
+    await under.want("films", hold=(2,))
+    await under.pass_time(1.0)
+    report = await under.announced("films", 2, "refused")
+    assert (report.passing, report.reason) == (False, "SnapshotCorruptError: SHA-256 differs")
+    await under.pass_time(61.0)
+    assert len(under.actions.begun) == 2
 
 
 async def test_a_version_drains_before_it_is_retired(under):

@@ -21,7 +21,7 @@ from router.plan import Plan
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
 from serving.versions.fleet_member import FleetMember, LocalRows, ServingConfig
-from shard_node.agent.agent import Agent
+from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
 from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
@@ -70,6 +70,7 @@ class AgentFleet:
     store: Path | StoreUrl
     num_shards: int
     fleet: FleetRegistry
+    config: AgentConfig = QUICK
     nodes: dict[str, RunningShardNode] = field(default_factory=dict)
     servings: list[tuple[FleetMember, RankingService]] = field(default_factory=list)
 
@@ -89,7 +90,7 @@ class AgentFleet:
         node, actions = self._node(self.fleet, name, shard, self.num_shards, address=str(address))
         server = NodeServer(node)
         await server.start([address])
-        agent = Agent(self.fleet, actions, QUICK)
+        agent = Agent(self.fleet, actions, self.config)
         running = RunningShardNode(node, server, actions, agent, asyncio.create_task(agent.run()))
         self.nodes[name] = running
         return running
@@ -121,7 +122,7 @@ class AgentFleet:
             cards = 1 if card_set is None else len(card_set.cards.cards)
             rows = self._node(fleet, name, 0, 1, cards, card_set=card_set)
             local_rows = LocalRows(*rows, lambda snapshot: plan_by(1, snapshot, cards))
-        node = FleetMember(fleet, service, config, QUICK, local_rows, reopen)
+        node = FleetMember(fleet, service, config, self.config, local_rows, reopen)
         self.servings.append((node, service))
         return node, service
 

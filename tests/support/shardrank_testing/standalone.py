@@ -18,13 +18,13 @@ from shard_node.wire.address import Address
 
 
 def member_alone(
-    service: RankingService, snapshot: Path, shards: Sequence[Sequence[Address]], **options: Any
+    service: RankingService, snapshot: Path, shards: Sequence[Sequence[Address]], retry_s: float = 60.0, **options: Any
 ) -> FleetMember:
     """The only process of its fleet, which has not begun to load; `options` are those of `ServingConfig`."""
     version = version_record(Snapshot.open(snapshot, verify=False), 0.0)
     division = FleetRecord(num_shards=len(shards), sharding="hash", replicate_bytes=0)
     config = ServingConfig(node_id="serve", store=snapshot.parent.parent, **{"dtype": "float32", **options})
-    fleet, agent = single_process_fleet("alone", version), AgentConfig.for_only_process(version.model)
+    fleet, agent = single_process_fleet("alone", version), AgentConfig.for_only_process(version.model, retry_s)
     return FleetMember(fleet, service, config, agent, fixed=FixedShards(shards, division, version))
 
 
