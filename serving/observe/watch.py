@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from loader.errors import ShardrankError
+from loader.errors import ShardrankError, UnavailableError
+from serving.versions.loaded_version import LoadedVersion
 from serving.versions.version_choice import VersionChoice
 from shard_node.agent.node_agent import ENOUGH_FAULTS
 from shard_node.errors import CardError, GenerationNotFoundError
-from shard_node.generation import Generation
+from shard_node.generation import Generation, Lease
 from shard_node.node import NodeInfo, ServedVersion
 
 logger = logging.getLogger(__name__)
@@ -175,8 +176,7 @@ class Readiness:
     async def _refresh(self, model: str) -> None:
         before = self._reports.get(model, _Report())
         try:
-            with self.versions.generations.lease(model) as lease:
-                report = _Report(await lease.payload.nodes())
+            report = _Report(await self._ask(self.versions.generations.lease(model)))
         except GenerationNotFoundError:
             return
         except ShardrankError as error:
@@ -196,6 +196,16 @@ class Readiness:
         if before.problem and not report.problem:
             logger.info("model %r is ready again", model)
         self._reports = {**self._reports, model: report}
+
+    async def _ask(self, lease: Lease[LoadedVersion]) -> Sequence[tuple[str, NodeInfo]]:
+        """Return what the shards of a version report or, if one is away, those of its fallback."""
+        with lease:
+            try:
+                return await lease.payload.nodes()
+            except UnavailableError:
+                if (fallback := self.versions.lease_fallback(lease.generation.model, lease.version)) is None:
+                    raise
+        return await self._ask(fallback)
 
 
 def staleness_s(served: ServedVersion, now: float) -> float | None:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Se
 from functools import partial
 from typing import Protocol, TypeAlias, cast
 
-from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError
 from serving.formats.requests import (
@@ -35,8 +35,10 @@ from serving.observe.traces import Parent, Tracer, call_span
 from serving.observe.watch import Readiness, StateCollector
 from serving.rank.batcher import LookupMemoryLimit, resolve
 from serving.results import RankResult
+from serving.versions.loaded_version import LoadedVersion
 from serving.versions.version_choice import VersionChoice
 from shard_node.byte_budget import ByteBudget
+from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -288,20 +290,25 @@ async def answer(
             body = await body
         codec = _parse(service, codec, call, body)
         call.loop = asyncio.get_running_loop()
-        if isinstance(call.request, LookupRequest):
-            encoded = await _looked_up(service, codec, call, client)
-        else:
-            # The lease ends with the batch, and the version may be gone by then.
-            served = call.lease.generation.payload
-            schema, answered = served.schema, None
-            if service.in_flight == 1:
-                answered = await served.batcher.rank_alone(call)
-            if answered is None:
-                answered = await service.wait(call, client.watch)
-            call.answered_at = service.clock()
-            encoded = codec.encode(answered)
-            for notify in service.on_ranked:
-                notify(schema, call.request, cast(RankResult, answered), call.started_at)
+        while True:
+            try:
+                if isinstance(call.request, LookupRequest):
+                    encoded = await _looked_up(service, codec, call, client)
+                    break
+                # The lease ends with the batch, and the version may be gone by then.
+                served = call.lease.generation.payload
+                schema, answered = served.schema, None
+                if service.in_flight == 1:
+                    answered = await served.batcher.rank_alone(call)
+                if answered is None:
+                    answered = await service.wait(call, client.watch)
+                call.answered_at = service.clock()
+                encoded = codec.encode(answered)
+                for notify in service.on_ranked:
+                    notify(schema, call.request, cast(RankResult, answered), call.started_at)
+                break
+            except UnavailableError as error:
+                codec = _fall_back(service, codec, call, body, error)
         call.encoded_at = service.clock()
     except BaseException as error:
         service.end_call(call, error)
@@ -340,12 +347,34 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Res
         return service.wait_in_thread(call)
 
 
-def _parse(service: RankingService, codec: Codec, call: Call, body: Buffer) -> Codec:
+def _fall_back(service: RankingService, codec: Codec, call: Call, body: Buffer, error: UnavailableError) -> Codec:
+    """Parse a request anew for the version before the live one, since that has no replica of some shard.
+
+    Raises `error` if there is no such version, it refuses the request, or that names one.
+    """
+    lease = None
+    if error.kind == "shard_unavailable" and not call.is_pinned:
+        lease = service.lease_fallback(call.model, call.version)
+    if lease is None or call.counter is None:
+        raise error
+    # The try counts as an error of its version: guards must see one whose nodes die.
+    call.counter.ended(call, "error", service.clock())
+    service.metrics.count("version_requests", call.model, call.version, "error")
+    call.is_abandoned = False
+    try:
+        return _parse(service, codec, call, body, lease)
+    except InvalidRequestError:
+        raise error from None
+
+
+def _parse(
+    service: RankingService, codec: Codec, call: Call, body: Buffer, fallback: Lease[LoadedVersion] | None = None
+) -> Codec:
     """Parse a complete request under a lease on the version that will answer it; return the codec that has read it."""
-    call.received_at = service.clock()
+    call.received_at = call.received_at or service.clock()
     service.complete(call)
     codec = codec.read(body, service.limits)
-    lease = service.lease(codec.model, codec.version, lambda: codec.key)
+    lease = fallback or service.lease(codec.model, codec.version, lambda: codec.key)
     generation = lease.generation
     call.lease, call.is_pinned = lease, codec.version is not None
     call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
