@@ -95,6 +95,7 @@ class Rollout(Record):
         from_shards, to_shards: over how many shards the rows of the two versions are divided; None if unknown.
         replay_until: the last delta of that stream when the step `replay` began; None before.
         baseline: what serving processes had counted when the bake began, by node id.
+        warnings: what was said before it began.
         state: `running` towards `to_version`, `undoing` back to `from_version`, or how it ended.
     """
 
@@ -122,6 +123,7 @@ class Rollout(Record):
     early_groups: int = Field(default=0, ge=0)
     from_shards: NumShards | None = None
     to_shards: NumShards | None = None
+    warnings: tuple[str, ...] = ()
     replay_until: int | None = None
     bake_began_at: float | None = None
     baseline: dict[NodeId, NodeBaseline] = Field(default_factory=dict)

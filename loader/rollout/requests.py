@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -112,6 +113,7 @@ async def start_rollout(
         groups=groups,
         early_groups=early,
         steps=steps,
+        warnings=_memory_warnings(view, published, live) if groups else (),
     )
     try:
         await fleet.registry.put(rollout_key(model), rollout.encode(), 0 if last is None else last.revision)
@@ -254,6 +256,21 @@ def _replica_groups(view: FleetView, model: str, wanted: WantedModel | None) -> 
     return replica_groups(by_shard)
 
 
+def _memory_warnings(view: FleetView, published: PublishedVersion, live: int | None) -> tuple[str, ...]:
+    """Say what may fail by replica: while one of a shard's two nodes loads, nobody can take the other one's place."""
+    lacking = defaultdict[int, list[int]](list)
+    for node in view.shard_nodes():
+        if (report := node.report(published.model, live)) is not None:
+            lacking[node.shard_index or 0].append(report.memory_bytes - node.memory_available_bytes)
+    short = {shard: max(nodes) / 1e9 for shard, nodes in lacking.items() if len(nodes) == 2 and max(nodes) > 0}
+    warning = (
+        f"shards {sorted(short)} have two replicas and memory for one version: if a node is lost while the other one "
+        f"loads version {published.version}, requests fail until it is back; three replicas of each shard, or about "
+        f"{max(short.values(), default=0.0):.3g} GB more memory for each node, avoid it"
+    )
+    return (warning,) if short else ()
+
+
 class StepStatus(Frozen):
     """One step of a rollout."""
 
@@ -307,6 +324,7 @@ class RolloutStatus(Frozen):
     started_at: float | None = None
     step_began_at: float | None = None
     bake_began_at: float | None = None
+    warnings: tuple[str, ...] = ()
     step: str = ""
     steps: tuple[StepStatus, ...] = ()
     written: bool = False

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from loader.errors import ShardrankError, UnavailableError
-from serving.versions.loaded_version import LoadedVersion
+from loader.errors import ShardrankError
 from serving.versions.version_choice import VersionChoice
 from shard_node.agent.node_agent import ENOUGH_FAULTS
 from shard_node.errors import CardError, GenerationNotFoundError
-from shard_node.generation import Generation, Lease
+from shard_node.generation import Generation
 from shard_node.node import NodeInfo, ServedVersion
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class _Report(NamedTuple):
 
 
 class Readiness:
-    """Keeps what the shards of every live model last said. Arguments are those of `RankingService`."""
+    """Keeps what shards of live models last said; with a fallback none is missed. Arguments: see `RankingService`."""
 
     def __init__(
         self,
@@ -176,14 +175,16 @@ class Readiness:
     async def _refresh(self, model: str) -> None:
         before = self._reports.get(model, _Report())
         try:
-            report = _Report(await self._ask(self.versions.generations.lease(model)))
+            with self.versions.generations.lease(model) as lease:
+                report = _Report(await lease.payload.nodes())
         except GenerationNotFoundError:
             return
         except ShardrankError as error:
             # Only cards of this process: of those of shard nodes a router makes other errors.
             faults = before.faults + 1 if isinstance(error, CardError) else 0
-            report = _Report(before.nodes, f"{error.kind}: {error}", faults)
-            if not before.problem:
+            problem = "" if self.versions.fallbacks.get(model) else f"{error.kind}: {error}"
+            report = _Report(before.nodes, problem, faults)
+            if problem and not before.problem:
                 logger.warning("model %r is not ready: %s", model, error)
             if isinstance(error, CardError) and faults >= ENOUGH_FAULTS and self._card_error is None:
                 logger.critical("the cards of this process have failed: %s", error)
@@ -196,16 +197,6 @@ class Readiness:
         if before.problem and not report.problem:
             logger.info("model %r is ready again", model)
         self._reports = {**self._reports, model: report}
-
-    async def _ask(self, lease: Lease[LoadedVersion]) -> Sequence[tuple[str, NodeInfo]]:
-        """Return what the shards of a version report or, if one is away, those of its fallback."""
-        with lease:
-            try:
-                return await lease.payload.nodes()
-            except UnavailableError:
-                if (fallback := self.versions.lease_fallback(lease.generation.model, lease.version)) is None:
-                    raise
-        return await self._ask(fallback)
 
 
 def staleness_s(served: ServedVersion, now: float) -> float | None:

@@ -38,6 +38,7 @@ from serving.results import RankResult
 from serving.versions.loaded_version import LoadedVersion
 from serving.versions.version_choice import VersionChoice
 from shard_node.byte_budget import ByteBudget
+from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class RankingService(VersionChoice):
         max_staleness_s: Mapping[str, float] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(expected_models, self._forget)
+        # `metrics` come later.
+        super().__init__(expected_models, lambda *version: self.metrics.forget_version(*version))  # noqa: PLW0108
         self.limits = limits or RequestLimits()
         self.clock = clock
         self.wall_clock = wall_clock
@@ -191,11 +193,26 @@ class RankingService(VersionChoice):
             call_span(call.trace, call, now, error)
         # The lease ended with the batch, so the version may be freed, and its metrics dropped, by now.
         if outcome is not None and call.lease.generation.state == "retired":
-            self._forget(call.model, call.version)
+            self.metrics.forget_version(call.model, call.version)
 
     def _log(self, call: Call, now: float, status: str, error: BaseException | None) -> None:
         if self.access_log is not None:
             self.access_log.add(call, now - call.started_at, status, error)
+
+    def lease_fallback(self, call: Call, error: BaseException) -> Lease[LoadedVersion] | None:
+        """Lease the version before the live one for a call that found no replica of some shard; None for all others.
+
+        The try counts as an error of its version: guards must see one whose nodes die.
+        """
+        fallback, kind = self.fallbacks.get(call.model), getattr(error, "kind", "")
+        if call.counter is None or call.is_pinned or kind != "shard_unavailable" or fallback in (None, call.version):
+            return None
+        with contextlib.suppress(GenerationNotFoundError):
+            lease = self.generations.lease(call.model, fallback)
+            call.counter.ended(call, "error", self.clock())
+            self.metrics.count("version_requests", call.model, call.version, "error")
+            return lease
+        return None
 
     async def wait(self, call: Call, watch_client: WatchClient) -> Response:
         """Return a replica's answer to a request, on the loop of the call; its lease will be released.
@@ -253,9 +270,6 @@ class RankingService(VersionChoice):
             if not generation.retired.wait(self.limits.max_timeout_ms / 1000 + CLOSE_GRACE_S):
                 logger.error("version %d of %s still answers requests: not freed", generation.version, generation.model)
 
-    def _forget(self, model: str, version: int) -> None:
-        self.metrics.forget_version(model, version)
-
 
 class Caller(Protocol):
     """The client of a call."""
@@ -278,39 +292,38 @@ async def answer(
     body: Buffer | Awaitable[Buffer],
     client: Caller,
     parent: Parent | None = None,
+    fallback: Lease[LoadedVersion] | None = None,
 ) -> Encoded:
     """Answer an admitted call of the trace `parent`; `body` is its request, complete and decompressed.
 
-    The call is counted out. Raises ShardrankError with its HTTP and gRPC status.
+    The call is counted out; a second try is by the version of `fallback`. Raises ShardrankError with both statuses.
     """
-    if service.tracer is not None:
+    if service.tracer is not None and fallback is None:
         call.trace = service.tracer.begin(parent)
     try:
         if not isinstance(body, (bytes, bytearray, memoryview)):
             body = await body
-        codec = _parse(service, codec, call, body)
+        codec = _parse(service, codec, call, body, fallback)
         call.loop = asyncio.get_running_loop()
-        while True:
-            try:
-                if isinstance(call.request, LookupRequest):
-                    encoded = await _looked_up(service, codec, call, client)
-                    break
-                # The lease ends with the batch, and the version may be gone by then.
-                served = call.lease.generation.payload
-                schema, answered = served.schema, None
-                if service.in_flight == 1:
-                    answered = await served.batcher.rank_alone(call)
-                if answered is None:
-                    answered = await service.wait(call, client.watch)
-                call.answered_at = service.clock()
-                encoded = codec.encode(answered)
-                for notify in service.on_ranked:
-                    notify(schema, call.request, cast(RankResult, answered), call.started_at)
-                break
-            except UnavailableError as error:
-                codec = _fall_back(service, codec, call, body, error)
+        if isinstance(call.request, LookupRequest):
+            encoded = await _looked_up(service, codec, call, client)
+        else:
+            # The lease ends with the batch, and the version may be gone by then.
+            served = call.lease.generation.payload
+            schema, answered = served.schema, None
+            if service.in_flight == 1:
+                answered = await served.batcher.rank_alone(call)
+            if answered is None:
+                answered = await service.wait(call, client.watch)
+            call.answered_at = service.clock()
+            encoded = codec.encode(answered)
+            for notify in service.on_ranked:
+                notify(schema, call.request, cast(RankResult, answered), call.started_at)
         call.encoded_at = service.clock()
     except BaseException as error:
+        if (lease := service.lease_fallback(call, error)) is not None:
+            call.is_abandoned = False
+            return await answer(service, call, codec, body, client, parent, lease)
         service.end_call(call, error)
         raise
     service.end_call(call)
@@ -347,26 +360,6 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Res
         return service.wait_in_thread(call)
 
 
-def _fall_back(service: RankingService, codec: Codec, call: Call, body: Buffer, error: UnavailableError) -> Codec:
-    """Parse a request anew for the version before the live one, since that has no replica of some shard.
-
-    Raises `error` if there is no such version, it refuses the request, or that names one.
-    """
-    lease = None
-    if error.kind == "shard_unavailable" and not call.is_pinned:
-        lease = service.lease_fallback(call.model, call.version)
-    if lease is None or call.counter is None:
-        raise error
-    # The try counts as an error of its version: guards must see one whose nodes die.
-    call.counter.ended(call, "error", service.clock())
-    service.metrics.count("version_requests", call.model, call.version, "error")
-    call.is_abandoned = False
-    try:
-        return _parse(service, codec, call, body, lease)
-    except InvalidRequestError:
-        raise error from None
-
-
 def _parse(
     service: RankingService, codec: Codec, call: Call, body: Buffer, fallback: Lease[LoadedVersion] | None = None
 ) -> Codec:
@@ -381,8 +374,11 @@ def _parse(
     call.leased_at = service.clock()
     try:
         call.request = codec.parse(generation.payload.schema)
-    except BaseException:
+    except BaseException as error:
         lease.release()
+        if fallback is not None and isinstance(error, InvalidRequestError):
+            problem = f"only version {call.version} can answer now, and it refuses the request: {error}"
+            raise UnavailableError(problem, kind="shard_unavailable") from error
         raise
     call.parsed_at = service.clock()
     call.deadline = min(call.deadline, call.started_at + call.request.timeout_s)

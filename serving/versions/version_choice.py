@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from math import isfinite
 from typing import NamedTuple
 
@@ -49,7 +48,6 @@ class VersionChoice:
     """Generations of served models, with a live and a canary pointer for each model. Thread-safe.
 
     `expected_models` must be live; None until `expected` is set. `on_freed` is called with each version that was freed.
-    `fallbacks` has the `WantedModel.fallback` of each model.
     """
 
     def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
@@ -59,7 +57,7 @@ class VersionChoice:
         self._lock = threading.Lock()
         # Replaced as a whole, so that a request reads it without the lock.
         self._canaries: dict[str, CanaryChoice] = {}
-        self.fallbacks: dict[str, int | None] = {}
+        self.fallbacks: dict[str, int | None] = {}  # as of `WantedModel.fallback`
         self._keyless = itertools.count()
 
     def install(self, served: LoadedVersion) -> None:
@@ -132,13 +130,6 @@ class VersionChoice:
             requested = repr(model[:128]) + ("" if version is None else f" version {version}")
             says = f"model: {requested} is not served here; served are {served}"
             raise NotFoundError(says, kind="model_not_found", field="model") from error
-
-    def lease_fallback(self, model: str, version: int) -> Lease[LoadedVersion] | None:
-        """Lease what answers in place of a version whose shards do not; None if there is nothing else here."""
-        fallback = self.fallbacks.get(model)
-        with suppress(GenerationNotFoundError):
-            return None if fallback in (None, version) else self.generations.lease(model, fallback)
-        return None
 
     def _free(self, served: LoadedVersion) -> None:
         try:

@@ -169,8 +169,7 @@ class NodeActions:
         self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._mending: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._going: set[tuple[str, int]] = set()
-        # Models of which there is no memory for two versions.
-        self._crowded: set[str] = set()
+        self._crowded: set[str] = set()  # models of which there is no memory for two versions
 
     def desired_versions(self, desired: WantedModel) -> Sequence[int]:
         """As `Actions.desired_versions`. The live one is first: without it this node answers nobody."""
