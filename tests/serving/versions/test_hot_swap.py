@@ -157,6 +157,8 @@ async def test_the_version_before_answers_while_the_live_one_has_no_replica(vers
             assert stats_of(service, 1).errors == 0
             await service.watch.refresh()
             assert (await api.http.get("/readyz")).status_code == 200
+            found = await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[1]]}})
+            assert (found.status_code, found.json()["version"]) == (200, 1)
             named = await api.http.post(f"/v1/models/{MODEL}:rank", json=REQUESTS[0] | {"version": 2})
             assert (named.status_code, named.json()["error"]["kind"]) == (503, "shard_unavailable")
             await fleet.start_node(0)
