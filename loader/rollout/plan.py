@@ -8,7 +8,7 @@ step may be done twice, and a registry that lost everything can be written anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -253,7 +253,7 @@ def plan_steps(
     return (*before_flip, Step.STAGE_SERVING, Step.REPLAY, *trial, *retire)
 
 
-def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
+def replica_groups(nodes_by_shard: Mapping[int, Collection[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
     """Return groups of shard nodes to roll together, at most one of each shard, and how many come before the flip.
 
     Of each shard, half of its nodes (at least one, by id) are in the groups before the flip and the rest in those after

@@ -74,8 +74,7 @@ class RankingService(VersionChoice):
         max_staleness_s: Mapping[str, float] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        # `metrics` come later.
-        super().__init__(expected_models, lambda *version: self.metrics.forget_version(*version))  # noqa: PLW0108
+        super().__init__(expected_models, lambda *freed: self.metrics.forget_version(*freed))  # noqa: PLW0108 - made below
         self.limits = limits or RequestLimits()
         self.clock = clock
         self.wall_clock = wall_clock
@@ -200,15 +199,13 @@ class RankingService(VersionChoice):
             self.access_log.add(call, now - call.started_at, status, error)
 
     def lease_fallback(self, call: Call, error: BaseException) -> Lease[LoadedVersion] | None:
-        """Lease the version before the live one for a call that found no replica of some shard; None for all others.
-
-        The try counts as an error of its version: guards must see one whose nodes die.
-        """
+        """Lease the version before the live one for a call that found no replica of some shard; None for all others."""
         fallback, kind = self.fallbacks.get(call.model), getattr(error, "kind", "")
         if call.counter is None or call.is_pinned or kind != "shard_unavailable" or fallback in (None, call.version):
             return None
         with contextlib.suppress(GenerationNotFoundError):
             lease = self.generations.lease(call.model, fallback)
+            # The try counts for its version: guards must see one whose nodes die.
             call.counter.ended(call, "error", self.clock())
             self.metrics.count("version_requests", call.model, call.version, "error")
             return lease
@@ -376,9 +373,8 @@ def _parse(
         call.request = codec.parse(generation.payload.schema)
     except BaseException as error:
         lease.release()
-        if fallback is not None and isinstance(error, InvalidRequestError):
-            problem = f"only version {call.version} can answer now, and it refuses the request: {error}"
-            raise UnavailableError(problem, kind="shard_unavailable") from error
+        if fallback is not None and isinstance(error, InvalidRequestError) and error.kind != "schema_digest":
+            raise UnavailableError(f"only version {call.version} answers: {error}", kind="shard_unavailable") from error
         raise
     call.parsed_at = service.clock()
     call.deadline = min(call.deadline, call.started_at + call.request.timeout_s)

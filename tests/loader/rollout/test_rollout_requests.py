@@ -95,7 +95,7 @@ async def test_what_a_lost_node_costs_is_said_before_the_start(fleet, replicas, 
         assert said == ()
         return
     (warning,) = said
-    assert warning.startswith("shards [0, 1] have two replicas and memory for one version: if a node is lost while ")
+    assert warning.startswith("there are two replicas, and memory for one version: if a node is lost while the other ")
     assert warning.endswith("three replicas of each shard, or about 1.5 GB more memory for each node, avoid it")
 
 

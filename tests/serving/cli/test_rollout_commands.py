@@ -236,7 +236,7 @@ def test_a_rollout_that_may_fail_requests_says_so(tmp_path: Path, where: Where) 
         result = shardrank("rollout", "start", MODEL, 2, "--strategy", "by-replica", *where)
         (warning,) = status(tmp_path)["warnings"]
         assert result.stderr == f"warning: {warning}\n"
-        assert "if a node is lost while the other one loads version 2, requests fail until it is back" in warning
+        assert "or about 1.5 GB more memory for each node" in warning
 
 
 def never_stage(fleet: PlayedFleet) -> None:

@@ -219,7 +219,7 @@ async def test_what_the_fallback_refuses_stays_unavailable(service, tmp_path):
     async with running_api(service) as api:
         answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
     assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "shard_unavailable")
-    assert "only version 1 can answer now, and it refuses the request: context.dense" in answer.text
+    assert "only version 1 answers: context.dense" in answer.text
     assert [stats_of(service, version).errors for version in (3, 2)] == [1, 0]
     assert [generation.leases for generation in service.generations.all()] == [0, 0, 0]
 
