@@ -339,6 +339,30 @@ async def test_a_shard_that_lost_the_new_version_is_healed(fleet):
     await fleet.ends("done", NEW)
 
 
+async def test_a_rollout_that_an_earlier_release_began_ends(fleet):
+    """Its plan retires the old version before the late rolls, and what it wants has no fallback."""
+    await fleet.begin(2, 2, 2)
+    rollout = await fleet.start(strategy="by-replica", bake_s=5.0)
+    *start, late, retire, end = rollout.steps
+    earlier = rollout.model_copy(update={"steps": (*start, retire, late, end)})
+    await fleet.registry.put(
+        rollout_key(MODEL), earlier.encode(), (await fleet.registry.get(rollout_key(MODEL))).revision
+    )
+    began = (await fleet.until_bake()).bake_began_at
+    key, wanted = wanted_key(MODEL), await fleet.wanted()
+    without = wanted.model_copy(update={"fallback": None})
+    for node in fleet.nodes:
+        node.wanted = without
+    await fleet.registry.put(key, without.encode(), (await fleet.registry.get(key)).revision)
+    await fleet.coordinator.tick()
+    await fleet.until(lambda _, wanted: wanted.fallback == OLD)
+    assert (await fleet.rollout()).bake_began_at == began
+    await fleet.until_step("roll:1")
+    # Nobody holds the old version any more: its last node may be all that can heal the shard.
+    await forget(fleet, "shard-1-0")
+    await fleet.ends("done", NEW)
+
+
 async def test_the_last_node_with_the_old_version_waits_for_another(fleet):
     await fleet.begin(2, 2, 2)
     await fleet.start(strategy="by-replica")
