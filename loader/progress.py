@@ -72,15 +72,30 @@ def throttled(
     return paced
 
 
-def lower_own_priority() -> None:
-    """Lower the priority of the calling thread, and of those that it starts, for good.
+class BeginThread(Protocol):
+    """Begins work that blocks; `begin_thread`, or what a simulation has in its place."""
 
-    On Linux each thread has a niceness (setpriority(2), "C library/kernel differences").
+    def __call__(self, work: Callable[[], object], name: str, *, low_priority: bool) -> None:
+        """Begin, and return at once."""
+
+
+def begin_thread(work: Callable[[], object], name: str, *, low_priority: bool) -> None:
+    """Do work in a thread of its own, which is no daemon: an interpreter aborts if it ends while tensors are used.
+
+    A low priority is right for work that copies and hashes without the interpreter's lock, wrong for work in Python: on
+    busy cores such a thread waits with the lock, and all requests with it. On Linux each thread, and those that it
+    starts, has a niceness (setpriority(2), "C library/kernel differences").
     """
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
-    except OSError as error:
-        logger.warning("versions are loaded at the usual priority: %s", error)
+
+    def run() -> None:
+        if low_priority:
+            try:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+            except OSError as error:
+                logger.warning("%s has the usual priority: %s", name, error)
+        work()
+
+    threading.Thread(target=run, name=name).start()
 
 
 class CalledOffError(ShardrankError, kind="called_off"):
@@ -118,21 +133,23 @@ class CancelToken:
 
 
 async def in_background(
-    work: Callable[[CancelToken], Result], name: str, free: Callable[[Result], None], *, low_priority: bool = True
+    work: Callable[[CancelToken], Result],
+    name: str,
+    free: Callable[[Result], None],
+    begin: BeginThread = begin_thread,
+    *,
+    low_priority: bool = True,
 ) -> Result:
     """Run `work`, which checks its token now and then, in a thread. Raises as `work`.
 
     When the caller is cancelled, the work is called off, and this ends only once the work has; a result that came
-    nevertheless is passed to `free`. A low priority is right for work that copies and hashes without the interpreter's
-    lock, wrong for work in Python: on busy cores such a thread waits with the lock, and all requests with it.
+    nevertheless is passed to `free`.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
     token = CancelToken()
 
     def run() -> None:
-        if low_priority:
-            lower_own_priority()
         resolve: Callable[[Any], None] = done.set_result
         value: object
         try:
@@ -143,8 +160,7 @@ async def in_background(
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve, value)
 
-    # Not a daemon: an interpreter that ends while a thread works with tensors aborts.
-    threading.Thread(target=run, name=name).start()
+    begin(run, name, low_priority=low_priority)
     try:
         return await asyncio.shield(done)
     except asyncio.CancelledError:

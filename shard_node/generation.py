@@ -16,7 +16,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from loader.errors import RolloutError
-from loader.progress import lower_own_priority
+from loader.progress import BeginThread, begin_thread
 from shard_node.errors import GenerationNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -85,9 +85,10 @@ class Generations(Generic[Payload]):
     `free_payload` does so after the last lease, in a thread of its own, of low priority unless the work is in Python.
     """
 
-    def __init__(self, free_payload: Callable[[Payload], None], *, low_priority: bool = True) -> None:
-        self._free_payload = free_payload
-        self._low_priority = low_priority
+    def __init__(
+        self, free_payload: Callable[[Payload], None], begin: BeginThread = begin_thread, *, low_priority: bool = True
+    ) -> None:
+        self._free_payload, self._begin, self._low_priority = free_payload, begin, low_priority
         self.lock = threading.Lock()
         self._by_key: dict[tuple[str, int], Generation[Payload]] = {}
         self._live: dict[str, Generation[Payload]] = {}
@@ -213,11 +214,8 @@ class Generations(Generic[Payload]):
     def free(self, generation: Generation[Payload]) -> None:
         """Free the payload of a generation that is retired, in a thread of its own."""
 
-        # Unmapping gigabytes takes long; whoever gave the last lease back must not wait for it. The interpreter must:
-        # ending while a thread frees tensors aborts the process.
+        # Unmapping gigabytes takes long; whoever gave the last lease back must not wait for it.
         def free() -> None:
-            if self._low_priority:
-                lower_own_priority()
             try:
                 self._free_payload(generation.payload)
             except Exception:
@@ -225,7 +223,7 @@ class Generations(Generic[Payload]):
             finally:
                 generation.retired.set()
 
-        threading.Thread(target=free, name=f"retire-{generation.model}-{generation.version}", daemon=False).start()
+        self._begin(free, f"retire-{generation.model}-{generation.version}", low_priority=self._low_priority)
 
 
 class RowLock:

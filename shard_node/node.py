@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, cast
 
+from loader.progress import BeginThread, begin_thread
 from loader.snapshot.store import HeldSnapshot
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding, rounded
 from shard_node.bags import Float32Array, KeyedBags
@@ -227,15 +228,20 @@ class ShardNode:
 
     `sink` takes spans of lookups that bring a trace; it is closed with the node. `problems` returns what it lacks to be
     ready, by model ("" for the node itself), on another thread. `forks` counts, by model and version, how often the
-    stream of deltas did not go on from what was applied.
+    stream of deltas did not go on from what was applied. `wall_clock` is seconds since the epoch.
     """
 
-    def __init__(self, identity: NodeIdentity, sink: SpanSink | None = None) -> None:
-        self.identity = identity
-        self.sink = sink
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        sink: SpanSink | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        begin: BeginThread = begin_thread,
+    ) -> None:
+        self.identity, self.sink, self.wall_clock, self.begin_thread = identity, sink, wall_clock, begin
         self.problems: Callable[[], Mapping[str, str]] = dict
         self.forks = Counter[tuple[str, int]]()
-        self.generations: Generations[LoadedTables] = Generations(LoadedTables.close)
+        self.generations: Generations[LoadedTables] = Generations(LoadedTables.close, begin)
 
     def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
         """Pools on one version, under a lease. Returns and raises as `Engine.pool`, and GenerationNotFoundError."""
@@ -253,7 +259,7 @@ class ShardNode:
         finally:
             lease.release()
         sums = [rounded(one) for one in answer.sums] if forms.float16 else answer.sums
-        return Answer(sums, answer.stored, 0, progress.sequence, progress.age_ms(time.time()))
+        return Answer(sums, answer.stored, 0, progress.sequence, progress.age_ms(self.wall_clock()))
 
     def info(
         self, cards_of: Callable[[Generation[LoadedTables]], CardsUse | None] = lambda one: one.payload.engine.cards()

@@ -52,6 +52,7 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import stream_end
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_classes import RowClasses
+from loader.snapshot.store import Store
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS
 from loader.stores import open_store
 from loader.stores.cache import StoreUrl
@@ -99,7 +100,7 @@ class AsyncDeltaPublisher:
         registry: Registry,
         model: str,
         base_version: int,
-        store: str | Path | StoreUrl | None = None,
+        store: str | Path | StoreUrl | Store | None = None,
         *,
         max_stream_entries: int = DEFAULT_MAX_STREAM_ENTRIES,
         max_stream_bytes: int | None = None,
@@ -112,7 +113,7 @@ class AsyncDeltaPublisher:
     ) -> None:
         self._fleet = FleetRegistry(registry)
         self._model, self._base_version = model, base_version
-        self._store = None if store is None else open_store(store)
+        self._store = store if isinstance(store, Store | None) else open_store(store)
         self._max_stream_entries, self._given_bytes = max_stream_entries, max_stream_bytes
         self._by, self._retry_s = Publisher(name, 0, min_replicas), retry_s
         self._clock, self._monotonic, self._sleep = clock, monotonic, sleep

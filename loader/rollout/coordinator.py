@@ -12,7 +12,15 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from loader.errors import RegistryConflictError, RegistryError, RegistryRecordError, RegistryUnavailableError
-from loader.registry.fleet import COORDINATOR_LOCK, ROLLOUTS, FleetRegistry, WantedModel, delta_stream, rollout_key
+from loader.registry.fleet import (
+    COORDINATOR_LOCK,
+    ROLLOUTS,
+    FleetRegistry,
+    PublishedVersion,
+    WantedModel,
+    delta_stream,
+    rollout_key,
+)
 from loader.rollout import CoordinatorConfig
 from loader.rollout.coverage import (
     BakeTally,
@@ -79,7 +87,7 @@ class _StepRunner:
             return None
         if wanted is None or epoch <= rollout.base_epoch:
             # Write what the step wants, unless somebody else wrote since it was read.
-            if self._clock() - rollout.step_began_at < self._config.step_delay_s:
+            if 0 <= self._clock() - rollout.step_began_at < self._config.step_delay_s:
                 return None
             if blockers := cannot_roll(rollout, view):
                 return await self._wait(on_record, blockers)
@@ -121,7 +129,8 @@ class _StepRunner:
         baking_now = rollout.step in (Step.CANARY, Step.BAKE) and rollout.bake_s > 0 and undoable
         compared, missing = "", 0
         if baking_now and rollout.bake_began_at is not None:
-            verdict = compare(*self._tally.totals(rollout, view.nodes), rollout.guards)
+            totals, live_answers = self._tally.totals(rollout, view.nodes), rollout.step == Step.CANARY
+            verdict = compare(*totals, rollout.guards, live_answers=live_answers)
             compared, missing = verdict.text(), verdict.missing
             if verdict.breached:
                 return await self._write(on_record, undone(rollout, now, "rolled_back", f"guard: {compared}"))
@@ -190,6 +199,7 @@ class Coordinator:
         self._runners: dict[str, _StepRunner] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._wanted: dict[str, WantedModel] = {}
+        self._published: dict[str, PublishedVersion] = {}
         self._problems: dict[str, str] = {}
         self._lock_until: float | None = None
 
@@ -266,6 +276,7 @@ class Coordinator:
                 self._wanted[model] = wanted
             moved = None
             if on_record is not None and on_record.rollout.active:
+                await self._restore_version(model, on_record.rollout.to_version)
                 runner = self._runners.setdefault(model, _StepRunner(self._fleet, self._config, self._clock))
                 moved = await runner.move(on_record, wanted, view.for_model(model))
             if moved is not None:
@@ -284,6 +295,15 @@ class Coordinator:
             return False
         self._note(model, "")
         return moved is not None
+
+    async def _restore_version(self, model: str, version: int) -> None:
+        """Put the version of a rollout on record again if that is lost: no node may know of it yet."""
+        known, there = self._published.get(model), await self._fleet.version(model, version)
+        if there is not None:
+            self._published[model] = there
+        elif known is not None and known.version == version:
+            await self._fleet.put_version(known)
+            logger.warning("the registry had lost version %d of %s: restored", version, model)
 
     def _lose_lock(self) -> None:
         self._lock_until = None

@@ -93,10 +93,14 @@ class GuardReport(Record):
         return f"{self.reason or 'within the limits'} (live: {self.live.text()}; new: {self.new.text()})"
 
 
-def compare(live: VersionStats, new: VersionStats, limits: GuardLimits) -> GuardReport:
-    """Compare what a new version answered with what the live one did in the same time."""
+def compare(live: VersionStats, new: VersionStats, limits: GuardLimits, *, live_answers: bool = True) -> GuardReport:
+    """Compare what a new version answered with what the live one did in the same time, or before if not `live_answers`.
+
+    As long as it does, requests that it is short of are missing as well: nothing can be compared without them.
+    """
+    fewest = min(live.requests, new.requests) if live_answers else new.requests
     numbers = {"live": VersionNumbers.from_stats(live), "new": VersionNumbers.from_stats(new)}
-    missing, needed = max(0, limits.min_requests - new.requests), limits.min_requests or MIN_REQUESTS
+    missing, needed = max(0, limits.min_requests - fewest), limits.min_requests or MIN_REQUESTS
     if min(live.requests, new.requests) < needed:
         reason = f"too little traffic to compare: {needed} requests of each version are needed"
         return GuardReport(breached=False, compared=False, missing=missing, reason=reason, **numbers)

@@ -35,6 +35,7 @@ from loader.rollout.plan import (
     Outcome,
     Rollout,
     RolloutState,
+    Step,
     Strategy,
     decode_rollout,
     new_rollout,
@@ -373,7 +374,8 @@ class FleetState:
         waiting_for = [lag.text for lag in lagging]
         guards = None
         if rollout.bake_began_at is not None:
-            guards = compare(*BakeTally().totals(rollout, view.nodes), rollout.guards)
+            totals, live_answers = BakeTally().totals(rollout, view.nodes), rollout.step == Step.CANARY
+            guards = compare(*totals, rollout.guards, live_answers=live_answers)
             if guards.missing:
                 missing = f"{guards.missing} of {rollout.guards.min_requests} requests to version {rollout.to_version}"
                 waiting_for.append(f"{missing}, until {rollout.longest_bake_s:g} s after the bake began")

@@ -85,6 +85,8 @@ async def warm(service: RankingService, served: LoadedVersion, groups: Sequence[
 
     They are not counted as requests of clients. Failures are logged, and do not keep the version from serving.
     """
+    if not groups:
+        return
     clock, started_at, answered = service.clock, service.clock(), 0
     hidden, version = RankingService(service.limits, clock=clock), copy.copy(served)
     hidden.metrics, version.counter = service.metrics.uncounted(), VersionCounter()

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Protocol, TypeAlias, cast
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
+from loader.progress import BeginThread, begin_thread
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError
 from serving.formats.requests import (
@@ -73,8 +74,9 @@ class RankingService(VersionChoice):
         clock: Callable[[], float] = time.monotonic,
         max_staleness_s: Mapping[str, float] | None = None,
         wall_clock: Callable[[], float] = time.time,
+        begin: BeginThread = begin_thread,
     ) -> None:
-        super().__init__(expected_models, lambda *freed: self.metrics.forget_version(*freed))  # noqa: PLW0108 - made below
+        super().__init__(expected_models, lambda *freed: self.metrics.forget_version(*freed), begin)  # noqa: PLW0108
         self.limits = limits or RequestLimits()
         self.clock = clock
         self.wall_clock = wall_clock

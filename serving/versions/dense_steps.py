@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from random import Random
 from typing import Final
 
 import torch
@@ -27,13 +27,13 @@ from shard_node.generation import Generations
 
 logger = logging.getLogger(__name__)
 
-DENSE_POLL_S: Final = 0.25
-"""Between two polls for new steps."""
+LOOK_S: Final = 5.0
+"""Between two looks whether the stream still has the delta of the step in use: an entry of format 1 has up to 4 MiB."""
 READ_FOR_S: Final = 30.0
 """A step whose file can't be read is tried for so long: a shared file system may show it later."""
 
 
-async def poll(work: Callable[[], Awaitable[object]], period_s: float, what: str) -> None:
+async def poll(work: Callable[[], Awaitable[object]], period_s: float, what: str, random: Random) -> None:
     """Do something again and again, until cancelled; each pause is up to a quarter shorter or longer than `period_s`.
 
     That `what` it does fails, or works again, is logged once: a bug must not end the following for good.
@@ -69,7 +69,7 @@ class DenseSteps:
         # Steps whose files could not be read, and until when that is tried again, seconds of the clock.
         self._unread: dict[tuple[str, int], tuple[DenseStep, float]] = {}
         self._fleet, self._store, self._metrics, self._clock, self._wait_s = fleet, store, metrics, clock, wait_s
-        self._polls = 0
+        self._looked_at, self._looks = -math.inf, False
 
     async def update(self, served: LoadedVersion) -> None:
         """Offer a version the newest step, if it has an older one. Raises RegistryError.
@@ -153,7 +153,8 @@ class DenseSteps:
         for known in (self.refused, self._unread):
             for gone in known.keys() - served:
                 del known[gone]
-        self._polls += 1
+        self._looks = (now := self._clock()) - self._looked_at >= LOOK_S
+        self._looked_at = now if self._looks else self._looked_at
         # All versions go back before the registry, which may be unreachable, is needed.
         for work in (self._go_back, self.update):
             for key in served:
@@ -182,8 +183,8 @@ class DenseSteps:
             self._metrics.set_version("dense_step_fallback", *key, bool(served.dense_fallback))
 
     async def _lost(self, served: LoadedVersion) -> str:
-        """Return, about every 5 s, why the step in use must not answer whatever delta rows have; "" if it may."""
-        if served.dense_record is not None and self._polls % 20 == 0:  # an entry of format 1 has up to 4 MiB
+        """Return, now and then, why the step in use must not answer whatever delta rows have; "" if it may."""
+        if served.dense_record is not None and self._looks:
             try:
                 await self._check_delta(served.dense_record)
             except DeltaError as error:

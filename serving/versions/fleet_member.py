@@ -10,14 +10,13 @@ import asyncio
 import copy
 import logging
 import os
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import torch
 from pydantic import Field
@@ -39,6 +38,7 @@ from loader.registry.fleet import (
 from loader.registry.registry import Registry
 from loader.snapshot.publishing import fall_back
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import Store
 from loader.stores import open_store
 from loader.stores.cache import StoreUrl
 from router.errors import HotRowsError
@@ -55,7 +55,7 @@ from serving.formats.requests import RankRequest
 from serving.observe.watch import Readiness
 from serving.rank.service import RankingService
 from serving.settings import WhenStale
-from serving.versions.dense_steps import DENSE_POLL_S, DenseSteps, poll
+from serving.versions.dense_steps import DenseSteps, poll
 from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFactory
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
@@ -69,8 +69,6 @@ logger = logging.getLogger(__name__)
 
 DRAINED_POLL_S = 0.02
 LIVE_POLL_S = 0.05
-POLL_S = 0.2
-"""Between two polls of the nodes."""
 OPENED = 0.5
 ANNOUNCE_S = 1.0
 TTL_S = 60.0
@@ -173,6 +171,10 @@ class FleetMember:
         local: LocalRows | None = None,
         open_registry: Callable[[], Registry] | None = None,
         fixed: FixedShards | None = None,
+        *,
+        store: Store | None = None,
+        load: Callable[..., LoadedVersion] = LoadedVersion.load,
+        random: Random | None = None,
     ) -> None:
         if config.hot_rows is not None and local is not None:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
@@ -185,11 +187,12 @@ class FleetMember:
         self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
-        self._store = open_store(config.store)
+        self._store, self._load_version = store or open_store(config.store), load
+        self._random, self._poll_s = random or Random(), agent_config.poll_s
         self._dense = DenseSteps(fleet, self._store, service.metrics, service.clock, config.dense_step_wait_s)
         self._tasks: list[asyncio.Task[None]] = []
         self.directory = ReplicaDirectory(service.clock)
-        self.agent = Agent(fleet, self, agent_config, service.clock)
+        self.agent = Agent(fleet, self, agent_config, service.clock, random=self._random)
         service.watch.registry_problem = lambda: fleet.foreign
 
     async def load(self) -> None:
@@ -198,9 +201,9 @@ class FleetMember:
         Raises the error of a version that is refused, if `StagingConfig.must_serve` says so.
         """
         follow = partial(self._dense.follow, self._service.generations)
-        running = [self.agent.run(), poll(follow, DENSE_POLL_S, "reading dense steps")]
+        running = [self.agent.run(), poll(follow, self._poll_s, "reading dense steps", self._random)]
         if self._local is None:
-            running.append(poll(self._watch_nodes, POLL_S, "reading which nodes there are"))
+            running.append(poll(self._watch_nodes, self._poll_s, "reading which nodes there are", self._random))
         if self._fixed is not None:
             running.append(self._fixed.announce(self.fleet, self._service.watch))
         self._tasks = [asyncio.create_task(work) for work in running]
@@ -366,7 +369,7 @@ class FleetMember:
                 wish.check()
                 plan, shards, hot = self._connect(snapshot, topology, closing)
                 kept = ExitStack()
-                served = LoadedVersion.load(
+                served = self._load_version(
                     snapshot,
                     plan,
                     shards,
@@ -386,9 +389,9 @@ class FleetMember:
                 requests.extend(warming_requests(served, snapshot, self._config.record))
                 return served
 
-        started_at = time.monotonic()
+        started_at = self._service.clock()
         name = f"load-{published.model}-{published.version}"
-        served = await in_background(work, name, self._discard, low_priority=False)
+        served = await in_background(work, name, self._discard, self._service.begin_thread, low_priority=False)
         try:
             # A version that comes back answers with the dense weights that it had.
             await self._dense.update(served)
@@ -397,7 +400,7 @@ class FleetMember:
         except BaseException:
             self._discard(served)
             raise
-        duration_s = time.monotonic() - started_at
+        duration_s = self._service.clock() - started_at
         logger.info("version %d of %s is loaded, in %.1f s", served.version, served.model, duration_s)
 
     def _open(self, published: PublishedVersion, progress: Progress, closing: ExitStack) -> Snapshot:
@@ -471,7 +474,8 @@ class FleetMember:
             if not self._service.generations.has(served.model, served.version):
                 self._service.metrics.forget_version(served.model, served.version)
 
-        threading.Thread(target=discard, name=f"discard-{served.model}-{served.version}").start()
+        name = f"discard-{served.model}-{served.version}"
+        self._service.begin_thread(discard, name, low_priority=False)
 
     def _loaded(self) -> set[tuple[str, int]]:
         generations = self._service.generations.all()

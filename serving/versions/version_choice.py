@@ -16,6 +16,7 @@ from typing import NamedTuple
 import xxhash
 
 from loader.errors import ConfigError, UnavailableError
+from loader.progress import BeginThread, begin_thread
 from serving.errors import NotFoundError
 from serving.versions.loaded_version import LoadedVersion
 from shard_node.errors import GenerationNotFoundError
@@ -50,8 +51,14 @@ class VersionChoice:
     `expected_models` must be live; None until `expected` is set. `on_freed` is called with each version that was freed.
     """
 
-    def __init__(self, expected_models: Sequence[str] | None, on_freed: Callable[[str, int], None]) -> None:
-        self.generations: Generations[LoadedVersion] = Generations(self._free, low_priority=False)
+    def __init__(
+        self,
+        expected_models: Sequence[str] | None,
+        on_freed: Callable[[str, int], None],
+        begin: BeginThread = begin_thread,
+    ) -> None:
+        self.generations: Generations[LoadedVersion] = Generations(self._free, begin, low_priority=False)
+        self.begin_thread = begin
         self._on_freed = on_freed
         self.expected = None if expected_models is None else tuple(expected_models)
         self._lock = threading.Lock()

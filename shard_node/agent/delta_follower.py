@@ -197,8 +197,9 @@ class DeltaFollower:
             # Another fleet may have a stream of this name.
             await self._fleet.check_identity()
             self._position.seen(last, looked_at)
-            started_at = time.perf_counter()
-            work = asyncio.get_running_loop().run_in_executor(executor, self.apply, entries, parts)
+            loop = asyncio.get_running_loop()
+            started_at = loop.time()
+            work = loop.run_in_executor(executor, self.apply, entries, parts)
             try:
                 await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -222,7 +223,7 @@ class DeltaFollower:
             return config.retry_s
         if refused:
             logger.info("%s: deltas are applied again", self._where)
-        return (time.perf_counter() - started_at) * (1 / config.busy_share - 1)
+        return (loop.time() - started_at) * (1 / config.busy_share - 1)
 
     async def _read_parts(self, entries: Sequence[StreamEntry]) -> tuple[list[StreamEntry], dict[int, list[bytes]]]:
         """Read what lies beside entries, up to the one that reaches `max_bytes`. Return both, bytes by number."""
@@ -280,21 +281,27 @@ def _read_partitions(layout: TableLayout, partition: Partition | None) -> dict[s
 
 
 async def catch_up(
-    fleet: FleetRegistry, model: str, version: int, tables: LoadedTables, limit_s: float | None = CATCH_UP_LIMIT_S
+    fleet: FleetRegistry,
+    model: str,
+    version: int,
+    tables: LoadedTables,
+    limit_s: float | None = CATCH_UP_LIMIT_S,
+    clock: Callable[[], float] = time.time,
 ) -> None:
     """Apply what its stream of deltas holds by now to tables that nobody uses yet; then nothing writes to them.
 
     What can't be applied, or not within `limit_s` (None for no limit), is logged and left to whoever follows the stream
     from then on: old rows are better than none.
     """
-    deltas, until, reason, looked_at = tables.deltas, MAX_SEQUENCE, "", time.time()
+    deltas, until, reason, looked_at = tables.deltas, MAX_SEQUENCE, "", clock()
     try:
         async with asyncio.timeout(limit_s):
             last = (await fleet.registry.bounds(delta_stream(model, deltas.now.delta_base))).last
             await fleet.check_identity()
             until = last
             deltas.seen(until, looked_at)
-            await DeltaFollower(fleet, model, version, tables.engine, deltas, tables.partition).run(until)
+            rows = tables.engine, deltas, tables.partition
+            await DeltaFollower(fleet, model, version, *rows, clock).run(until)
     except TimeoutError:
         reason = f"not applied within {limit_s} s"
     except Exception as error:
@@ -310,10 +317,12 @@ class Followers:
     `gaps` are why versions that shall follow can't, `forks` count those that ended for a fork.
     """
 
-    def __init__(self, fleet: FleetRegistry) -> None:
+    def __init__(
+        self, fleet: FleetRegistry, clock: Callable[[], float] = time.time, config: FollowerConfig = DEFAULT_CONFIG
+    ) -> None:
         self.gaps: dict[tuple[str, int], str] = {}
         self.forks = Counter[tuple[str, int]]()
-        self._fleet = fleet
+        self._fleet, self._clock, self._config = fleet, clock, config
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def reconcile(self, model: str, versions: Mapping[int, LoadedTables]) -> None:
@@ -325,7 +334,7 @@ class Followers:
             before = self._tasks.get((model, version))
             if (before is None or before.done()) and not tables.deltas.now.forked:
                 rows = tables.engine, tables.deltas, tables.partition
-                follower = DeltaFollower(self._fleet, model, version, *rows)
+                follower = DeltaFollower(self._fleet, model, version, *rows, self._clock, config=self._config)
                 task = asyncio.create_task(self._follow(model, version, follower), name=f"deltas {model} {version}")
                 self._tasks[model, version] = task
 

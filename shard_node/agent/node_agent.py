@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pydantic import Field
 
 from loader.deltas.chain import FORMAT as DELTA_FORMAT
-from loader.errors import DeltaError, RolloutError, ShardrankError, SnapshotNotFoundError, UnavailableError
+from loader.errors import DeltaError, RolloutError, ShardrankError, UnavailableError
 from loader.progress import CancelToken, Progress, in_background, no_progress, throttled
 from loader.registry.fleet import (
     FleetRecord,
@@ -31,11 +31,19 @@ from loader.registry.fleet import (
 )
 from loader.rollout.coverage import answering_version
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import Store
 from loader.snapshot.tables import Frozen
 from loader.stores import open_store
 from loader.stores.cache import FETCHING, StoreUrl
 from shard_node.agent.agent import Agent
-from shard_node.agent.delta_follower import CATCH_UP_LIMIT_S, RETRY_S, Followers, catch_up
+from shard_node.agent.delta_follower import (
+    CATCH_UP_LIMIT_S,
+    DEFAULT_CONFIG,
+    RETRY_S,
+    FollowerConfig,
+    Followers,
+    catch_up,
+)
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, total_memory_bytes
@@ -155,6 +163,8 @@ class NodeActions:
         plan_of: PlanOf,
         config: NodeConfig,
         card_set: CardSet | None = None,
+        store: Store | None = None,
+        following: FollowerConfig = DEFAULT_CONFIG,
     ) -> None:
         self._node = node
         self._fleet = fleet
@@ -162,8 +172,8 @@ class NodeActions:
         self._config = config
         self._memory = RowMemory(config.memory_cap_bytes)
         self._card_set = card_set
-        self._store = open_store(config.store)
-        self._followers = Followers(fleet)
+        self._store = store or open_store(config.store)
+        self._followers = Followers(fleet, node.wall_clock, following)
         node.forks = self._followers.forks
         self._live: dict[str, int | None] = {}
         self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
@@ -206,7 +216,8 @@ class NodeActions:
         published = await self._fleet.version(model, version)
         await self._fleet.check_identity()
         if published is None:
-            raise SnapshotNotFoundError(f"version {version} of {model!r} is not published in {self._fleet.name}")
+            problem = f"version {version} of {model!r} is not published in {self._fleet.name}"
+            raise UnavailableError(problem, kind="not_ready")
         config = self._config
 
         def work(wish: CancelToken) -> LoadedTables:
@@ -233,10 +244,10 @@ class NodeActions:
                     return replace(tables, files=files)
             return tables
 
-        tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close)
+        tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close, self._node.begin_thread)
         try:
             if limit_s != 0:
-                await catch_up(self._fleet, model, version, tables, limit_s)
+                await catch_up(self._fleet, model, version, tables, limit_s, self._node.wall_clock)
                 self._followers.forks[model, version] += tables.deltas.now.forked
             yield tables
         except BaseException:

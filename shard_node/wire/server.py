@@ -213,14 +213,15 @@ class NodeServer(ConnectionListener[ServerConnection]):
         limits: ServerLimits | None = None,
         tls: TlsContext | None = None,
         watch: RequestWatch | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits or ServerLimits()
         self._tls = tls
-        self._handler = RequestHandler(node, self._limits, time.monotonic, watch)
+        self._handler = RequestHandler(node, self._limits, clock, watch)
         count = (lambda cause: None) if watch is None else watch.buffer_refused
         buffers = ByteBudget(self._limits.max_buffered_bytes, count)
         super().__init__(buffers, self._limits.max_connections, HANDSHAKE_TIMEOUT_S, tls)
-        self.new_connection = partial(ServerConnection, self, self._handler, self._limits, time.monotonic)
+        self.new_connection = partial(ServerConnection, self, self._handler, self._limits, clock)
         self.addresses: tuple[Address, ...] = ()
         self._bound = ExitStack()
         self._is_draining, self._warned_at = False, -math.inf

@@ -1,0 +1,384 @@
+"""The processes of a fleet, made of the real classes over simulated time, network, registry and files."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import json
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.errors import RegistryError, ShardrankError
+from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel
+from loader.rollout import CoordinatorConfig
+from loader.rollout.coordinator import Coordinator
+from loader.snapshot.buckets import RowBuckets
+from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import HeldSnapshot, Store
+from router.feature_schema import FeatureSchema
+from router.id_mapping import IdMapper
+from router.plan import Plan
+from router.router import Router
+from serving.description import ModelInfo
+from serving.errors import RankingModelError
+from serving.formats.json_reader import JsonCodec
+from serving.formats.schema import RequestSchema
+from serving.limits import RequestLimits
+from serving.observe.calls import VersionCounter
+from serving.rank.batcher import Batcher
+from serving.rank.ranking import Ranking
+from serving.rank.replica import LoopReplica
+from serving.rank.service import RankingService, answer
+from serving.versions import fleet_member
+from serving.versions.fleet_member import FleetMember, ServingConfig
+from serving.versions.loaded_version import CheckedVersion, LoadedVersion, ranking_parts
+from shard_node.agent import node_agent
+from shard_node.agent.agent import Agent, AgentConfig
+from shard_node.agent.delta_follower import FollowerConfig
+from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
+from shard_node.agent.version_loading import StagingConfig
+from shard_node.bags import KeyedBags
+from shard_node.buckets import NodeIdentity, Partition
+from shard_node.node import ShardNode
+from shard_node.wire.server import NodeServer
+from tests.simulation.model import DIM, MODEL, NUM_ROWS, VERSIONS, dense_weights, model_spec, row_values
+from tests.simulation.processes import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+# Of the machine that the simulation runs on, which is none of its fleet's, and slow to read.
+for _module in (node_agent, fleet_member):
+    setattr(_module, "total_memory_bytes", lambda: 1 << 40)  # noqa: B010
+    setattr(_module, "available_memory_bytes", lambda: 1 << 39)  # noqa: B010
+PORT = 1
+BUCKETS = RowBuckets.of(model_spec().tables[0])
+AGENT = AgentConfig(
+    poll_s=1.0,
+    heartbeat_s=2.0,
+    ttl_s=5.0,
+    models=(MODEL,),
+    staging=StagingConfig(live_retry_s=5.0),
+)
+COORDINATOR = CoordinatorConfig(tick_s=1.0, lock_ttl_s=5.0, settle_s=3.5, stage_timeout_s=40.0, step_timeout_s=25.0)
+FOLLOWER = FollowerConfig(poll_s=1.0, retry_s=1.0)
+LIMITS = RequestLimits(default_timeout_ms=2000)
+VERSION_BYTES = 4 << 20
+"""More than a version takes of a node's memory, arenas in huge pages included, and less than two."""
+
+
+class FaultyStore(Store):
+    """A store as one process sees it. `error` is raised by whatever reads or writes it, while it is set."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.error: Callable[[], OSError] | None = None
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error()
+
+    def hold(self, *args: Any, **kwargs: Any) -> HeldSnapshot:
+        self._check()
+        return super().hold(*args, **kwargs)
+
+    def read_file(self, path: str, max_bytes: int) -> bytes:
+        self._check()
+        return super().read_file(path, max_bytes)
+
+    def write_file(self, path: str, content: bytes) -> None:
+        self._check()
+        super().write_file(path, content)
+
+
+class DenseFiles(FaultyStore):
+    """A store whose files of dense steps are in memory, of one seed."""
+
+    def __init__(self, path: Path, files: dict[str, bytes]) -> None:
+        super().__init__(path)
+        self._files = files
+
+    def read_file(self, path: str, max_bytes: int) -> bytes:
+        self._check()
+        if path not in self._files:
+            return super().read_file(path, max_bytes)
+        return self._files[path]
+
+    def write_file(self, path: str, content: bytes) -> None:
+        self._check()
+        self._files[path] = content
+
+    def list_files(self, folder: str) -> dict[str, float]:
+        return {path: 0.0 for path in self._files if path.startswith(folder)}
+
+    def delete_files(self, paths: Any) -> None:
+        for path in paths:
+            self._files.pop(path, None)
+
+
+DISK_ERRORS: dict[str, Callable[[], OSError]] = {
+    "EIO": lambda: OSError(errno.EIO, "Input/output error"),
+    "ESTALE": lambda: OSError(errno.ESTALE, "Stale file handle"),
+    "ENOENT": lambda: FileNotFoundError(errno.ENOENT, "No such file or directory"),
+}
+
+
+class SimulatedReplica(LoopReplica):
+    """A replica on the loop; what blocking work calls on it is done at once."""
+
+    def call(self, function: Callable[[Ranking], Coroutine[Any, Any, Any]]) -> concurrent.futures.Future[Any]:
+        if not getattr(self._loop, "in_executor", False):
+            return super().call(function)
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        running = function(self.ranking)
+        try:
+            running.send(None)
+        except StopIteration as stop:
+            done.set_result(stop.value)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            running.close()
+            raise AssertionError("blocking work waits for the loop")
+        return done
+
+
+def load_version(
+    snapshot: Snapshot,
+    plan: Plan,
+    shards: Callable[..., Any],
+    options: ServingConfig,
+    *,
+    limits: RequestLimits,
+    metrics: Any,
+    clock: Callable[[], float],
+    on_close: Callable[[], None],
+    loop: asyncio.AbstractEventLoop,
+    hot: None,
+) -> LoadedVersion:
+    """Load a version as `LoadedVersion.load` does, without threads; golden scores are those of `VERSIONS`."""
+    spec = snapshot.spec
+    if VERSIONS[snapshot.version].is_broken:
+        raise RankingModelError(f"version {snapshot.version}: golden scores differ", kind="golden_mismatch")
+    schema = RequestSchema(FeatureSchema.of(spec), limits)
+    parts = ranking_parts(snapshot, schema, "float32")
+    batcher, counter = Batcher(limits, clock, None), VersionCounter()
+    connected = shards(metrics.replica_events(spec.model))
+    router = Router(schema.features, IdMapper.of_snapshot(snapshot, schema.features), plan, connected)
+    replica = SimulatedReplica(Ranking(parts, router, connected, metrics, counter, clock), batcher, loop, clock)
+    replica.start()
+    info = ModelInfo.of(snapshot, limits, "float32", "")
+    replicas: Any = [replica]
+    return LoadedVersion(schema, info, batcher, replicas, on_close, counter, CheckedVersion("float32"), list)
+
+
+class Member(FleetMember):
+    """A serving process, which connects to the shards of a version once it is loaded, not before."""
+
+    async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
+        await super().stage(model, version, desired, tell)
+        with self._service.lease(model, version) as lease:
+            rankings = lease.payload.rankings
+        try:
+            for ranking in rankings:
+                await ranking.connect(self._service.clock() + 5.0)
+        except ShardrankError:
+            await self.retire(model, version)
+            raise
+
+
+class Client:
+    """Whoever asks; nobody leaves."""
+
+    connection = "client"
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        pass
+
+    def once_sent(self, callback: Callable[[], None]) -> None:
+        callback()
+
+
+class ShardProcess(Process):
+    """A shard node."""
+
+    def __init__(self, world: World, name: str, shard: int) -> None:
+        super().__init__(world.loop, name, world.clocks[name])
+        self.world, self.shard = world, shard
+        self.fleet = FleetRegistry(world.open_registry())
+        identity = NodeIdentity(shard_index=shard, num_shards=world.num_shards, num_cards=1, sharding="hash")
+        self.node = ShardNode(identity, None, self.clocks.wall, world.loop.begin_thread)
+        config = NodeConfig(
+            node_id=name,
+            address=f"tcp://{name}:{PORT}",
+            store=world.store_path,
+            replicate_bytes=0,
+            verify=False,
+            memory_cap_bytes=world.memory_versions * VERSION_BYTES,
+            stage_cpu_share=1.0,
+        )
+        store = world.stores[name]
+        self.actions = NodeActions(self.node, self.fleet, self._plan_of, config, store=store, following=FOLLOWER)
+        random = Random(world.random.random())
+        self.agent = Agent(self.fleet, self.actions, AGENT, self.clocks.monotonic, random=random)
+        self.start(self._main())
+
+    def _plan_of(self, snapshot: Snapshot) -> tuple[Partition, str]:
+        plan = Plan.of_snapshot(snapshot, self.world.num_shards, "hash", None, 0)
+        return plan.partition(self.shard), plan.digest
+
+    async def _main(self) -> None:
+        record = FleetRecord(num_shards=self.world.num_shards, sharding="hash", replicate_bytes=0)
+        while True:
+            try:
+                await join_fleet(self.fleet, record)
+                break
+            except RegistryError:
+                await asyncio.sleep(0.5)
+        server = NodeServer(self.node, clock=self.clocks.monotonic)
+        self.world.network.listening[self.name, PORT] = self, partial(server.make, "")
+        await self.agent.run()
+
+    def rows(self, version: int) -> dict[int, float] | None:
+        """Return the first number of each row that is here; None if the version is not."""
+        if not self.node.generations.has(MODEL, version):
+            return None
+        tables = self.node.generations.payload(MODEL, version)
+        assert tables.partition is not None
+        every = np.arange(NUM_ROWS)
+        mine = every[tables.partition.card_of_bucket[0][BUCKETS.of_rows(every)] >= 0]
+        keys, counts = np.zeros(1, np.int32), np.array([mine.size])
+        bags = KeyedBags.from_lengths(keys, counts, np.ones(mine.size, np.int64), mine)
+        (values,) = tables.engine.pool(bags)
+        return dict(zip(mine.tolist(), values.reshape(-1, DIM)[:, 0].tolist(), strict=True))
+
+
+class ServingProcess(Process):
+    """A serving process."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world.loop, name, world.clocks[name])
+        self.fleet = FleetRegistry(world.open_registry())
+        self.service = RankingService(
+            LIMITS, None, self.clocks.monotonic, wall_clock=self.clocks.wall, begin=world.loop.begin_thread
+        )
+        config = ServingConfig(
+            node_id=name,
+            store=world.store_path,
+            verify=False,
+            num_replicas=0,
+            dtype="float32",
+            wire_dtype="float32",
+            stage_cpu_share=1.0,
+            dense_step_wait_s=6.0,
+        )
+        self.member = self.run(
+            lambda: Member(
+                self.fleet,
+                self.service,
+                config,
+                AGENT,
+                store=world.stores[name],
+                load=load_version,
+                random=Random(world.random.random()),
+            )
+        )
+        self.member.address = f"http://{name}:80"
+        self.is_ready = False
+        self.start(self._main())
+
+    async def _main(self) -> None:
+        await self.member.load()
+        self.is_ready = True
+
+    async def ask(self, body: bytes) -> dict[str, Any]:
+        """Answer a request. Raises ShardrankError, or ConnectionError if it is not ready."""
+        if not self.is_ready:
+            raise ConnectionRefusedError(f"{self.name} is not ready")
+        service = self.service
+        call = service.admit("http", "rank", None)
+        encoded = await answer(service, call, JsonCodec("rank", MODEL), body, Client())
+        answered: dict[str, Any] = json.loads(bytes(encoded.body))
+        return answered
+
+
+class CoordinatorProcess(Process):
+    """A coordinator."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world.loop, name, world.clocks[name])
+        fleet = FleetRegistry(world.open_registry())
+        self.coordinator = Coordinator(
+            fleet,
+            name,
+            self.clocks.wall,
+            config=COORDINATOR,  # TODO monotonic
+        )
+        self.start(self.coordinator.run())
+
+
+class PublisherProcess(Process):
+    """A trainer: rows of a stream every now and then, and dense steps of the version that it goes on from."""
+
+    def __init__(self, world: World, name: str, base_version: int, min_replicas: int) -> None:
+        super().__init__(world.loop, name, world.clocks[name])
+        self.world, self.version = world, base_version
+        self._random = Random(world.random.random())
+        store, clocks = world.stores[name], self.clocks
+        self.publisher = AsyncDeltaPublisher(
+            world.open_registry(),
+            MODEL,
+            base_version,
+            store,
+            name=name,
+            min_replicas=min_replicas,
+            retry_s=8.0,
+            clock=clocks.wall,
+            monotonic=clocks.monotonic,
+        )
+        self.start(self._main())
+
+    async def _main(self) -> None:
+        world, random = self.world, self._random
+        while not world.is_quiet:
+            await asyncio.sleep(random.expovariate(1 / 2.5))
+            if random.random() < 0.2 and (step := world.next_step(self.version)):
+                await self._try(self._publish_step, step)
+            elif stamp := world.next_stamp():
+                rows = np.array(sorted(random.sample(range(NUM_ROWS), random.randint(1, 6))))
+                await self._try(self._publish_rows, stamp, rows)
+        world.quiet_publishers += 1
+
+    async def _try(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        for _ in range(4):
+            try:
+                await work(*arguments)
+                return
+            except ShardrankError as error:
+                self.world.note(self.name, f"{type(error).__name__}: {error}")
+                if sequences := getattr(error, "sequences", ()):
+                    self.world.history.lost_told(self.name, sequences)
+                if getattr(error, "kind", "") in ("publisher_superseded",):
+                    return
+            except OSError as error:
+                self.world.note(self.name, f"{type(error).__name__}: {error}")
+            await asyncio.sleep(0.5)
+
+    async def _publish_rows(self, stamp: int, rows: np.ndarray) -> None:
+        history = self.world.history
+        base = VERSIONS[self.version].base
+        history.attempted(stamp, base, rows.tolist(), self.name)
+        sequence = await self.publisher.publish("items", rows, row_values(base, rows, stamp))
+        self.world.note(self.name, f"stamp {stamp} is delta {sequence} of {base}")
+        history.acknowledged(stamp, sequence)
+
+    async def _publish_step(self, step: int) -> None:
+        await self.publisher.publish_dense(step, dense_weights(self.version, step))
+        self.world.note(self.name, f"dense step {step} of version {self.version}")

@@ -1,0 +1,128 @@
+"""What a seed draws: the fleet, what its operators, trainers and clients do, and which faults come when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+FAULTS_UNTIL_S = 40.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens at a time, for a while."""
+
+    at_s: float
+    kind: str
+    what: tuple[Any, ...] = ()
+    lasts_s: float = 0.0
+
+    def __str__(self) -> str:
+        lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
+        return f"{self.at_s:6.1f} {self.kind} {' '.join(map(str, self.what))}{lasts}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A fleet and its events. The order of events of one moment is that of the list."""
+
+    seed: int
+    num_shards: int = 2
+    replicas: int = 2
+    serving: int = 2
+    coordinators: int = 1
+    clients: int = 1
+    publishers: tuple[int, ...] = (1,)
+    files: bool = False
+    min_replicas: int = 0
+    lag_s: float = 0.1
+    loss: float = 0.0
+    duplicates: float = 0.0
+    memory_versions: int = 2
+    skews_s: tuple[float, ...] = ()
+    events: tuple[Event, ...] = ()
+
+    def without(self, index: int) -> Scenario:
+        """Return it without one event."""
+        return replace(self, events=self.events[:index] + self.events[index + 1 :])
+
+    def processes(self) -> list[str]:
+        """Return the names of all processes."""
+        nodes = [f"shard-{shard}-{one}" for shard in range(self.num_shards) for one in range(self.replicas)]
+        serving = [f"serve-{one}" for one in range(self.serving)]
+        coordinators = [f"coordinator-{one}" for one in range(self.coordinators)]
+        return [*nodes, *serving, *coordinators, *(f"trainer-{one}" for one in range(len(self.publishers)))]
+
+
+def draw(seed: int) -> Scenario:
+    """Draw a scenario."""
+    random = Random(seed)
+    files = random.random() < 0.15
+    scenario = Scenario(
+        seed=seed,
+        num_shards=random.choice((1, 2, 2)),
+        replicas=random.choice((1, 2, 2, 2, 3)),
+        serving=random.choice((1, 2, 2)),
+        coordinators=random.choice((1, 1, 2)),
+        publishers=random.choice(((1,), (1,), (1, 1), (1, 3))),
+        files=files,
+        min_replicas=0 if files else random.choice((0, 1)),
+        lag_s=random.choice((0.0, 0.05, 1.0)),
+        loss=random.choice((0.0, 0.0, 0.01, 0.05)),
+        duplicates=random.choice((0.0, 0.01)),
+        memory_versions=random.choice((1, 2, 3)),
+    )
+    names = scenario.processes()
+    skews_s = tuple(0.0 if files else random.choice((0.0, 0.0, 0.5, -0.5, 3600.0, -3600.0)) for _ in names)
+    events = [*_rollouts(random, scenario), *_faults(random, scenario, names)]
+    return replace(scenario, skews_s=skews_s, events=tuple(sorted(events, key=lambda event: event.at_s)))
+
+
+def _rollouts(random: Random, scenario: Scenario) -> list[Event]:
+    events, at_s = [], random.uniform(3.0, 12.0)
+    while at_s < FAULTS_UNTIL_S:
+        version = random.choice((2, 2, 3, 3, 4, 4, 5, 6, 7, 1))
+        share = 0.5 if version == 6 else random.choice((None, 0.5))
+        bake_s = random.choice((4.0, 8.0)) if version == 6 or share else random.choice((0.0, 4.0))
+        strategy = "by-replica" if scenario.replicas > 1 and random.random() < 0.4 else "beside"
+        if scenario.memory_versions == 1:
+            strategy = "by-replica" if scenario.replicas > 1 else "beside"
+        events.append(Event(at_s, "rollout", (version, share, bake_s, strategy)))
+        if random.random() < 0.25:
+            events.append(Event(at_s + random.uniform(0.5, 25.0), random.choice(("abort", "roll_back"))))
+        if random.random() < 0.3:
+            events.append(Event(at_s + random.uniform(4.0, 10.0), "name_versions", (version,), 10.0))
+        at_s += random.uniform(15.0, 40.0)
+    return events
+
+
+def _faults(random: Random, scenario: Scenario, names: list[str]) -> list[Event]:
+    events = []
+    nodes = [name for name in names if name.startswith("shard")]
+    kinds = ["crash"] * 5 + ["partition"] * 3 + ["slow", "clock", "clock", "disk", "disk"]
+    kinds += ["power", "power", "registry_disk"] if scenario.files else ["failover"] * 4 + ["registry_down"]
+    for _ in range(random.choice((0, 1, 2, 3, 4, 6))):
+        at_s, lasts_s = random.uniform(5.0, FAULTS_UNTIL_S), random.choice((0.5, 2.0, 5.0, 12.0))
+        kind, name = random.choice(kinds), random.choice(names)
+        what: tuple[Any, ...] = (name,)
+        if kind == "crash":
+            lasts_s = random.choice((0.3, 2.0, 6.0))
+        elif kind in ("partition", "slow"):
+            others = [*(other for other in names if other != name), "registry", "registry"]
+            other = random.choice(others)
+            what = (name, other) if kind == "slow" else (name, other, random.choice(("both", "to", "from")))
+        elif kind == "clock":
+            what, lasts_s = (name, random.choice((-3600.0, -2.0, 2.0, 60.0, 3600.0))), 0.0
+            if scenario.files:
+                continue
+        elif kind == "disk":
+            what = (random.choice([*nodes, *(one for one in names if one.startswith("serve"))]),)
+            what = (*what, random.choice(("EIO", "ESTALE", "ENOENT")))
+            lasts_s = random.choice((2.0, 8.0, 15.0))
+        elif kind == "failover":
+            what, lasts_s = (random.choice((0.0, 0.5, 2.0)),), 0.0
+        elif kind in ("registry_down", "registry_disk", "power"):
+            what = ()
+        events.append(Event(at_s, kind, what, lasts_s))
+    return events

@@ -1,0 +1,564 @@
+"""One run of a scenario: its processes, what happens to them, and the checks along the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+from loader.errors import RegistryConflictError, RegistryUnavailableError, RolloutError, ShardrankError
+from loader.registry.fleet import DenseStep, FleetRecord, FleetRegistry, WantedModel, delta_stream
+from loader.registry.registry import Registry, StreamEntry
+from loader.rollout.guards import GuardLimits
+from loader.rollout.plan import Rollout, decode_rollout
+from loader.rollout.requests import abort_rollout, roll_back, start_rollout
+from tests.simulation.fleet import (
+    DISK_ERRORS,
+    CoordinatorProcess,
+    DenseFiles,
+    PublisherProcess,
+    ServingProcess,
+    ShardProcess,
+)
+from tests.simulation.history import History, Violation, entries_of
+from tests.simulation.loop import PROCESS, SimulatedLoop, StuckError
+from tests.simulation.model import MAX_STAMP, MAX_STEP, MODEL, NUM_ROWS, SCALE, VERSIONS, snapshots
+from tests.simulation.network import Network
+from tests.simulation.processes import Clocks, Process
+from tests.simulation.registry import CrashableFiles, FilesRegistry, RegistryClient, RegistryServer
+from tests.simulation.scenario import FAULTS_UNTIL_S, Event, Scenario
+
+SETTLE_S = 150.0
+"""After the last fault everything must have settled."""
+QUIET_S = 12.0
+STEADY_S = 6.0
+"""For so long a way must have been there before a request that may not fail: ejections and back-off have passed."""
+PATIENCE_S = 3.0
+"""Of a client, over all of its tries."""
+GUARDS = GuardLimits(min_requests=5, max_p99_ratio=1e6, p99_slack_ms=1e6, max_error_rate_increase=1.0)
+EVERY_ROW = list(range(NUM_ROWS))
+HIGHEST = [row for row in EVERY_ROW if row % 4 == 3]
+
+
+class World:
+    """Everything of one seed. `trace` has what happened, with its time."""
+
+    def __init__(self, scenario: Scenario, *, verbose: bool = False) -> None:
+        self.scenario, self.verbose = scenario, verbose
+        self.random, self.loop = Random(scenario.seed), SimulatedLoop()
+        self.loop.work_s = lambda: self.random.uniform(0.001, 0.05)
+        self.network = self.loop.network = Network(self.loop, Random(self.random.random()))
+        self.network.loss, self.network.duplicates = scenario.loss, scenario.duplicates
+        self.num_shards, self.memory_versions = scenario.num_shards, scenario.memory_versions
+        known = snapshots()
+        self.store_path, self.records, self._spec_json = known
+        names = scenario.processes()
+        skews = dict(zip(names, scenario.skews_s or (0.0,) * len(names), strict=True))
+        self.clocks = {name: Clocks(self.loop, skews[name]) for name in names}
+        dense: dict[str, bytes] = {}
+        self.stores = {name: DenseFiles(self.store_path, dense) for name in names}
+        self.history, self.trace = History(), list[tuple[float, str, str]]()
+        self.server = RegistryServer(self.loop, Random(self.random.random()), self._written)
+        self.server.lag_s = scenario.lag_s
+        self.files = CrashableFiles(Random(self.random.random()))
+        self.processes: dict[str, Process] = {}
+        self.is_quiet, self.quiet_publishers = False, 0
+        self._graveyard: list[Process] = []
+        self._stamps, self._steps, self._unhealed = 0, dict.fromkeys(VERSIONS, 0), 0
+        self._last_fault_s = 0.0
+        self.rollouts: list[Rollout] = []
+        self._current: Rollout | None = None
+        self._bake: tuple[float, dict[int, int]] | None = None
+        self._counted: dict[int, int] = {}
+        self._named: tuple[int, ...] = ()
+        self._broken: Violation | None = None
+        self._ways: dict[str, float] = {}
+        self._numbers = 0
+
+    def note(self, who: str, text: str) -> None:
+        """Add to the trace."""
+        self.trace.append((self.loop.now, who, text))
+        if self.verbose:
+            print(f"{self.loop.now:9.3f} {who:14} {text}")  # noqa: T201
+
+    def open_registry(self) -> Registry:
+        """Open the registry, as a process does."""
+        if self.scenario.files:
+            registry: Any = FilesRegistry(self.files, self.server.now, self.loop, self._written)
+        else:
+            registry = RegistryClient(self.server, self.network)
+        return registry
+
+    def next_stamp(self) -> int:
+        """Return a number that no rows were published with; 0 if there are none left."""
+        self._stamps += self._stamps < MAX_STAMP
+        return self._stamps if self._stamps < MAX_STAMP else 0
+
+    def next_step(self, version: int) -> int:
+        """Return the next dense step of a version; 0 if there are none left."""
+        self._steps[version] += self._steps[version] <= MAX_STEP
+        return self._steps[version] if self._steps[version] <= MAX_STEP else 0
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Return the processes of a kind that run."""
+        return [process for process in self.processes.values() if isinstance(process, kind) and process.is_running]
+
+    # What is written.
+
+    def stream(self, base: int) -> dict[int, tuple[bytes, bytes]]:
+        """Return a stream as the registry has it now."""
+        name = delta_stream(MODEL, base)
+        if not self.scenario.files:
+            there = self.server.primary.streams.get(name)
+            return {} if there is None else there.entries
+        folder, found = f"/registry/streams/{name}=/", dict[int, tuple[bytes, bytes]]()
+        for path, content in self.files.contents(folder).items():
+            if path.isdigit():
+                found[int(path)] = content, self.files.contents(folder).get(f"{path}.rows", b"")
+        return found
+
+    def record(self, key: str) -> bytes | None:
+        """Return a record as the registry has it now."""
+        if self.scenario.files:
+            content = self.files.contents("/registry/keys/", key=f"{key}=")
+            return None if content is None else content.partition(b"\n")[2]
+        entry = self.server.primary.keys.get(key)
+        return None if entry is None else entry.value
+
+    def wanted(self) -> WantedModel | None:
+        """Return what is wanted now."""
+        value = self.record(f"wanted/{MODEL}")
+        return None if value is None else WantedModel.model_validate_json(value)
+
+    def _written(self, name: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            if name == "put" and arguments[0].startswith("rollouts/"):
+                self._rollout_written(decode_rollout(MODEL, arguments[1]))
+            elif name == "put" and arguments[0].startswith("dense/"):
+                step = DenseStep.model_validate_json(arguments[1])
+                stream = self.stream(VERSIONS[step.version].base)
+                self.history.step_written(step.version, step.step, step.sequence, step.digest, stream)
+            elif name == "commit":
+                self.history.written(arguments[1], arguments[2])
+            elif name == "append":
+                self.history.written(StreamEntry(arguments[1], arguments[2]), b"")
+        except Violation as violation:
+            self._broken = self._broken or violation
+
+    def _rollout_written(self, rollout: Rollout) -> None:
+        before, self._current = self._current, rollout
+        if before is None or (before.rollout_id, before.step, before.state) != (
+            rollout.rollout_id,
+            rollout.step,
+            rollout.state,
+        ):
+            self.note("registry", f"rollout to {rollout.to_version}: {rollout.state} {rollout.step} {rollout.reason}")
+        if before is None or before.rollout_id != rollout.rollout_id:
+            self._bake = None
+            return
+        is_new_bake = rollout.bake_began_at is not None and before.bake_began_at is None
+        if is_new_bake:
+            self._bake = self.loop.now, self._counted
+        if before.bake_began_at is not None and rollout.step_index > before.step_index and self._bake is not None:
+            self._check_bake(before, rollout)
+        if rollout.state != before.state and rollout.outcome is not None:
+            self._check_outcome(rollout)
+        if before.step != rollout.step:
+            self._counted = dict(self.history.answers_of)
+
+    def _check_bake(self, before: Rollout, after: Rollout) -> None:
+        assert self._bake is not None
+        began, counted = self._bake
+        lasted = self.loop.now - began
+        if after.state == "running" and lasted < 0.95 * before.bake_s:
+            raise Violation("bake ended early", f"after {lasted:.2f} of {before.bake_s} s")
+        answered = self.history.answers_of[before.to_version] - counted.get(before.to_version, 0)
+        if after.state == "running" and answered < before.guards.min_requests:
+            raise Violation("bake ended early", f"after {answered} of {before.guards.min_requests} requests")
+        self._bake = None
+
+    def _check_outcome(self, rollout: Rollout) -> None:
+        version, reason = VERSIONS[rollout.to_version], rollout.reason
+        is_right = not version.is_broken and not version.is_worse
+        if is_right and rollout.outcome == "refused":
+            raise Violation("sound version refused", f"version {version.number}: {reason}")
+        if is_right and "deviations off" in reason:
+            raise Violation("sound version rolled back", f"version {version.number}: {reason}")
+
+    # What happens.
+
+    def start(self, name: str) -> None:
+        """Start a process by its name."""
+        kind, _, rest = name.partition("-")
+        if kind == "shard":
+            self.processes[name] = ShardProcess(self, name, int(rest.split("-")[0]))
+        elif kind == "serve":
+            self.processes[name] = ServingProcess(self, name)
+        elif kind == "coordinator":
+            self.processes[name] = CoordinatorProcess(self, name)
+        else:
+            version = self.scenario.publishers[int(rest)]
+            self.processes[name] = PublisherProcess(self, name, version, self.scenario.min_replicas)
+
+    def kill(self, name: str) -> None:
+        """End a process as `kill -9` does."""
+        process = self.processes[name]
+        if process.is_running:
+            process.is_running = False
+            self._graveyard.append(process)
+            self.network.closed(process)
+
+    def restart(self, name: str) -> None:
+        """Start what was killed."""
+        if not self.processes[name].is_running:
+            self.start(name)
+
+    async def _happen(self, event: Event) -> None:
+        await asyncio.sleep(event.at_s - self.loop.now)
+        self.note("event", str(event))
+        kind, what = event.kind, event.what
+        if kind in ("rollout", "abort", "roll_back"):
+            await self._operate(kind, what)
+            return
+        self._unhealed += 1
+        heal = self._break(kind, what)
+        await asyncio.sleep(event.lasts_s)
+        for each in heal:
+            each()
+        self._unhealed -= 1
+        self._last_fault_s = self.loop.now
+
+    def _break(self, kind: str, what: tuple[Any, ...]) -> list[Callable[[], Any]]:
+        """Do what a fault does; return what ends it."""
+        network, server = self.network, self.server
+        if kind == "crash":
+            self.kill(what[0])
+            return [lambda: self.restart(what[0])]
+        if kind == "partition":
+            one, other, direction = what
+            ways = [(one, other)] * (direction != "from") + [(other, one)] * (direction != "to")
+            for way in ways:
+                network.block(*way)
+            return [lambda: network.blocked.difference_update(ways)]
+        if kind == "slow":
+            for way in (what, what[::-1]):
+                network.slow_s[way] = 0.4
+            return [network.slow_s.clear]
+        if kind == "clock":
+            self.clocks[what[0]].skew_s += what[1]
+        elif kind == "disk":
+            self.stores[what[0]].error = DISK_ERRORS[what[1]]
+            return [lambda: setattr(self.stores[what[0]], "error", None)]
+        elif kind == "failover":
+            self.loop.call_later(what[0], lambda: setattr(server, "is_up", True))
+            server.is_up = not what[0]
+            self.note("registry", f"failover, {server.fail_over()} writes lost")
+        elif kind == "registry_down":
+            server.is_up = False
+            return [lambda: setattr(server, "is_up", True)]
+        elif kind == "registry_disk":
+
+            def fails() -> None:
+                if self.random.random() < 0.5:
+                    raise DISK_ERRORS["EIO"]()
+
+            self.files.fails = fails
+            return [lambda: setattr(self.files, "fails", lambda: None)]
+        elif kind == "power":
+            for name in self.processes:
+                self.kill(name)
+            self.files.lose_power()
+            return [lambda: [self.restart(name) for name in self.processes]]
+        elif kind == "name_versions":
+            self._named = what
+            return [lambda: setattr(self, "_named", ())]
+        return []
+
+    async def _operate(self, kind: str, what: tuple[Any, ...]) -> None:
+        fleet, now = FleetRegistry(self.open_registry()), self.server.now
+        for _ in range(10):
+            try:
+                if kind == "abort":
+                    await abort_rollout(fleet, MODEL, "by hand", clock=now)
+                elif kind == "roll_back":
+                    await roll_back(fleet, MODEL, clock=now, rollout_id=secrets.token_hex(16))
+                else:
+                    await self._start_rollout(fleet, *what)
+                return
+            except RegistryUnavailableError:
+                await asyncio.sleep(1.0)
+            except (RolloutError, RegistryConflictError) as error:
+                self.note("operator", f"{kind}: {error}")
+                return
+
+    async def _start_rollout(
+        self, fleet: FleetRegistry, number: int, share: float | None, bake_s: float, strategy: Any
+    ) -> None:
+        version, record = VERSIONS[number], self.records[number]
+        if version.last_delta and max(self.stream(version.base), default=0) < version.last_delta:
+            raise RolloutError(f"version {number} has deltas that were not published yet")
+        await fleet.put_version(record)
+        await fleet.put_spec(MODEL, number, self._spec_json)
+        timeout_s = 20.0 if bake_s else None
+        options: dict[str, Any] = {"canary_share": share, "bake_s": bake_s, "bake_timeout_s": timeout_s}
+        rollout = await start_rollout(
+            fleet,
+            MODEL,
+            number,
+            strategy=strategy,
+            guards=GUARDS if share or bake_s else GuardLimits(min_requests=0),
+            clock=self.server.now,
+            rollout_id=secrets.token_hex(16),
+            **options,
+        )
+        self.rollouts.append(rollout)
+
+    # What is asked.
+
+    async def _client(self, name: str) -> None:
+        random = Random(self.random.random())
+        while True:
+            await asyncio.sleep(random.uniform(0.4, 1.2))
+            self._check_broken()
+            self._look_at_ways(name)
+            named = random.choice(self._named) if self._named and random.random() < 0.7 else None
+            self.loop.create_task(self._ask(name, random, named))
+
+    async def _ask(self, client: str, random: Random, version: int | None) -> None:
+        rows = EVERY_ROW if version is None else HIGHEST
+        items = ", ".join(f"[{row}]" for row in rows)
+        named = "" if version is None else f', "version": {version}'
+        self._numbers += 1
+        key = f', "request_id": "{self._numbers}"'
+        body = f'{{"candidates": {{"sparse": {{"item": [{items}]}}}}{named}{key}}}'.encode()
+        began, was_steady = self.loop.now, self._steady_since()
+        order = random.sample(sorted(self.processes), len(self.processes))
+        servers = [name for name in order if name.startswith("serve")] * 3
+        failures: list[str] = []
+        for name in servers:
+            left = began + PATIENCE_S - self.loop.now
+            if left <= 0:
+                break
+            try:
+                async with asyncio.timeout(min(left, 1.2)):
+                    answer = await self.network.call(client, name, partial(self._serve, name, body, version))
+            except (TimeoutError, ConnectionError, ShardrankError) as error:
+                failures.append(f"{name}: {type(error).__name__}: {error}")
+                await asyncio.sleep(0.05)
+                continue
+            self._judge(name, answer, rows, version)
+            return
+        if version is None and was_steady is not None and self._steady_since() is not None:
+            since = self._steady_since() or 0.0
+            if began - since >= STEADY_S:
+                self._broken = self._broken or Violation("request fails", "; ".join(failures))
+
+    def _answered(self, named: int | None, answering: asyncio.Task[Any]) -> None:
+        if named is None and not answering.cancelled() and answering.exception() is None:
+            self.history.answers_of[answering.result()["version"]] += 1
+
+    async def _serve(self, name: str, body: bytes, named: int | None) -> Any:
+        process = self.processes[name]
+        if not process.is_running:
+            raise ConnectionRefusedError(f"{name} is gone")
+        assert isinstance(process, ServingProcess)
+        desired = process.member.agent.desired.get(MODEL)
+        answering = process.start(process.ask(body))
+        answering.add_done_callback(partial(self._answered, named))
+        while not answering.done():
+            await asyncio.wait([answering], timeout=0.5)
+            if not process.is_running:
+                raise ConnectionResetError(f"{name} is gone")
+        return answering.result(), [desired, process.member.agent.desired.get(MODEL)]
+
+    def _judge(self, name: str, answered: Any, rows: list[int], named: int | None) -> None:
+        answer, desired = answered
+        version = answer["version"]
+        digests = {digest for _, digest, _ in entries_of(self.stream(VERSIONS[version].base))}
+        try:
+            self.history.judge(answer, rows, digests)
+            if named is not None and version != named:
+                raise Violation("another version than named", f"{version} answers, {named} was named")
+            if named is None and not any(one is not None and version in one.named() for one in desired):
+                raise Violation("undone version answers", f"{name} answers with {version}, it knows {desired[-1]}")
+        except Violation as violation:
+            self._broken = self._broken or violation
+
+    # Whether requests must be answered.
+
+    def _has_way(self, client: str) -> bool:
+        """Return whether some serving process that is ready is reached, and reaches a node of each shard."""
+        joins = self.network.joins
+        for server in self.of(ServingProcess):
+            live = server.service.live(MODEL)
+            if not server.is_ready or live is None or not joins(client, server.name):
+                continue
+            shards = {
+                node.shard
+                for node in self.of(ShardProcess)
+                if joins(server.name, node.name) and self._answers(node, live)
+            }
+            if shards == set(range(self.num_shards)):
+                return True
+        return False
+
+    def _answers(self, node: Any, version: int) -> bool:
+        generations = node.node.generations
+        return any(one.version == version and one.state != "draining" for one in generations.all())
+
+    def _look_at_ways(self, client: str) -> None:
+        if not self._has_way(client):
+            self._ways.pop(client, None)
+        else:
+            self._ways.setdefault(client, self.loop.now)
+
+    def _steady_since(self) -> float | None:
+        """Return since when there was a way for every client; None if there is none, or anything is broken."""
+        if self._unhealed or self.network.loss or len(self._ways) < self.scenario.clients:
+            return None
+        return max([*self._ways.values(), self._last_fault_s])
+
+    def _check_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        for context in self.loop.failures:
+            error = context.get("exception")
+            if error is not None and not isinstance(error, ShardrankError | OSError | asyncio.CancelledError):
+                raise Violation("unforeseen error", f"{context.get('message')}: {error!r}")
+
+    # The run.
+
+    async def main(self) -> None:
+        """Run all of it. Raises Violation."""
+        scenario = self.scenario
+        await self._begin()
+        for name in scenario.processes():
+            self.start(name)
+        clients = [self.loop.create_task(self._client(f"client-{one}")) for one in range(scenario.clients)]
+        events = [self.loop.create_task(self._happen(event)) for event in scenario.events]
+        try:
+            await self._watch(clients, asyncio.gather(*events))
+            self.network.loss = self.network.duplicates = 0.0
+            await self._settle(clients)
+            self.is_quiet = True
+            await self._watch(clients, self._quiet())
+            self._check_end()
+        finally:
+            for client in clients:
+                client.cancel()
+
+    async def _watch(self, clients: list[asyncio.Task[None]], work: Any) -> None:
+        working = asyncio.ensure_future(work)
+        await asyncio.wait([working, *clients], return_when=asyncio.FIRST_COMPLETED)
+        for client in clients:
+            if client.done():
+                client.result()
+        await working
+        self._check_broken()
+
+    async def _begin(self) -> None:
+        fleet = FleetRegistry(self.open_registry())
+        self.network.loss, loss = 0.0, self.network.loss
+        for number in {1, *self.scenario.publishers}:
+            await fleet.put_version(self.records[number])
+            await fleet.put_spec(MODEL, number, self._spec_json)
+        await fleet.join_fleet(FleetRecord(num_shards=self.num_shards, sharding="hash", replicate_bytes=0))
+        shards = {1: self.num_shards}
+        wanted = WantedModel(model=MODEL, epoch=1, live=1, hold=(1,), serve=(1,), follow=(1,), num_shards=shards)
+        await fleet.put_wanted(wanted, None)
+        if not self.scenario.files:
+            await asyncio.sleep(2 * self.server.lag_s)
+        self.network.loss = loss
+
+    async def _settle(self, clients: list[asyncio.Task[None]]) -> None:
+        until, lags = self.loop.now + SETTLE_S, ["nothing was looked at"]
+        while lags:
+            if self.loop.now >= until:
+                raise Violation("not settled", "; ".join(lags))
+            await self._watch(clients, asyncio.sleep(1.0))
+            lags = self.lags()
+
+    def lags(self) -> list[str]:
+        """Return who is not as wanted yet."""
+        wanted = self.wanted()
+        if wanted is None:
+            return ["nothing is wanted"]
+        lags = []
+        if self._current is not None and self._current.active:
+            lags.append(f"the rollout is {self._current.state} {self._current.step}")
+        for node in self.of(ShardProcess):
+            held = sorted(one.version for one in node.node.generations.all())
+            if held != sorted(set(wanted.hold)):
+                lags.append(f"{node.name} holds {held}, not {wanted.hold}")
+        for server in self.of(ServingProcess):
+            if not server.is_ready or server.service.live(MODEL) != wanted.live:
+                lags.append(f"{server.name} answers with {server.service.live(MODEL)}, not {wanted.live}")
+        return lags
+
+    async def _quiet(self) -> None:
+        while self.quiet_publishers < len(self.of(PublisherProcess)):
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(QUIET_S)
+
+    def _check_end(self) -> None:
+        wanted = self.wanted()
+        assert wanted is not None
+        if lags := self.lags():
+            raise Violation("not settled", "; ".join(lags))
+        if wanted.live is not None and VERSIONS[wanted.live].is_worse:
+            raise Violation("worse version is live", f"version {wanted.live}")
+        streams = {base: self.stream(base) for base in {version.base for version in VERSIONS.values()}}
+        self.history.check_promises(streams, may_be_lost=not self.scenario.min_replicas)
+        for version in wanted.follow:
+            expected = self.history.expected_rows(version, streams[VERSIONS[version].base])
+            for node in self.of(ShardProcess):
+                self._check_rows(node, version, expected)
+
+    def _check_rows(self, node: ShardProcess, version: int, expected: dict[int, int]) -> None:
+        rows = node.rows(version)
+        if rows is None:
+            raise Violation("not settled", f"{node.name} has no version {version}")
+        for row, value in rows.items():
+            stamp = round(value / SCALE) >> 9 & 255
+            if stamp != expected[row]:
+                says = f"{node.name} has stamp {stamp} in row {row} of version {version}, not {expected[row]}"
+                raise Violation("replicas differ from the stream", says)
+
+
+def run(scenario: Scenario, *, verbose: bool = False) -> tuple[World, Violation | None]:
+    """Run a scenario. Return what happened, and the rule that was broken, if one was."""
+    world = World(scenario, verbose=verbose)
+    handler = _TraceHandler(world)
+    logging.disable(logging.NOTSET if verbose else logging.CRITICAL)
+    if verbose:
+        logging.getLogger().addHandler(handler)
+        logging.getLogger().setLevel(logging.INFO)
+    try:
+        world.loop.run(world.main())
+    except Violation as violation:
+        return world, violation
+    except StuckError as error:
+        return world, Violation("stuck", str(error))
+    finally:
+        logging.disable(logging.NOTSET)
+        logging.getLogger().removeHandler(handler)
+    return world, None
+
+
+class _TraceHandler(logging.Handler):
+    """Adds what processes log to the trace."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process = PROCESS.get()
+        self._world.note("" if process is None else process.name, f"[{record.levelname}] {record.getMessage()}")
+
+
+_ = FAULTS_UNTIL_S
