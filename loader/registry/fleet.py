@@ -147,9 +147,10 @@ class WantedModel(Record):
         hold: versions that shard nodes hold.
         serve: versions that serving processes hold beside it, ready to be flipped to; each is in `hold`.
         follow: those of `hold` to which deltas are applied.
-        node_hold: what single shard nodes hold in place of `hold`, by node id; for rolling replica by replica.
+        node_hold: what single shard nodes hold, by node id; of `hold` they keep what they have while memory allows it.
         num_shards: over how many shards a version's rows are divided; a version not named is on every shard node.
         refused: versions that a fleet began with and could not serve, and why, until the next rollout.
+        fallback: of `serve`; answers requests that name no version while a shard has no replica for the live one.
     """
 
     model: Name
@@ -162,10 +163,11 @@ class WantedModel(Record):
     node_hold: dict[NodeId, tuple[Version, ...]] = Field(default_factory=dict)
     num_shards: dict[Version, NumShards] = Field(default_factory=dict)
     refused: dict[Version, str] = Field(default_factory=dict)
+    fallback: Version | None = None
 
     def named(self) -> frozenset[int]:
         """Return every version that it names: none of them may be dropped."""
-        pointers = (self.live, None if self.canary is None else self.canary.version)
+        pointers = (self.live, None if self.canary is None else self.canary.version, self.fallback)
         versions = chain(self.hold, self.serve, self.follow, *self.node_hold.values(), pointers)
         return frozenset(version for version in versions if version is not None)
 
@@ -279,7 +281,7 @@ class NodeRecord(Record):
         address: a shard node's wire address, a serving process's HTTP address.
         num_shards: how many shards rows are divided over; None for a serving process that holds them itself.
         shard_index, sharding, replicate_bytes, num_cards: shard nodes only.
-        memory_total_bytes, memory_available_bytes: of the machine, or of the process's limit.
+        memory_total_bytes, memory_available_bytes: of the machine, or the process's limit; to rows, for a shard node.
         models: the only models that it is for; None for all.
         draining: it is about to end and accepts no new requests.
         applied: by model, the epoch of the wanted record that it has last acted on in full.

@@ -129,9 +129,9 @@ def _step_lags(rollout: Rollout, view: FleetView, wanted_epoch: int) -> Sequence
         nodes = [node for node in of_new.shard_nodes() if node.node_id in group]
         if rollout.committed:
             # There is no way back: nodes that refuse it now are left behind, and named in the events.
-            return _without([node for node in nodes if not node.has(model, new, "refused")], model, new)
-        is_last_early = step == f"{Step.ROLL}{rollout.early_groups - 1}"
-        return _without(nodes, model, new) + (_bare_shards(of_new, model, new) if is_last_early else [])
+            nodes = [node for node in nodes if not node.has(model, new, "refused")]
+        is_needed = rollout.fallback is not None or step == f"{Step.ROLL}{rollout.early_groups - 1}"
+        return _without(nodes, model, new) + (_bare_shards(of_new, model, new) if is_needed else [])
     if step == Step.STAGE_SERVING:
         none = [] if view.serving() else [StepBlocker("no serving process is announced")]
         return none + _without(view.serving(), model, new)
@@ -182,24 +182,25 @@ def refusals(rollout: Rollout, view: FleetView) -> str:
 def cannot_roll(rollout: Rollout, view: FleetView) -> tuple[StepBlocker, ...]:
     """Return why the group of a `roll:` step can't change its version now; empty if it can, and for other steps.
 
-    Each shard must keep a node outside of it with the version that is live. After the flip a group has none of it to
-    lose: it has the old version, which gets no requests any more, and may be all that can replace a lost node.
+    Each shard must keep a node outside of it with the version that is live or, after the flip, with the old one, which
+    is the fallback then. Without a fallback a group has nothing to lose, and may be all that can replace a lost node.
     """
-    if not rollout.step.startswith(Step.ROLL) or rollout.committed:
+    if not rollout.step.startswith(Step.ROLL) or (rollout.committed and rollout.fallback is None):
         return ()
     if not view.settled:
         return (StepBlocker("nodes are listened to first"),)
-    live, view = rollout.from_version, view.divided(rollout.from_shards)
-    rolled = {node_id for step in rollout.steps[: rollout.step_index + 1] for node_id in group_of(rollout, step)}
-    kept = [node for node in view.shard_nodes() if node.node_id not in rolled]
+    group, view = group_of(rollout, rollout.step), view.divided(rollout.from_shards)
+    answering = (rollout.from_version,) if rollout.fallback is None else (rollout.from_version, rollout.to_version)
+    kept = [node for node in view.shard_nodes() if node.node_id not in group]
+    versions = " or ".join(map(str, answering))
     return tuple(
-        StepBlocker(f"shard {shard} would be left without a node that has version {live} ready")
-        for shard in _shards_without(kept, view, rollout.model, live)
+        StepBlocker(f"shard {shard} would be left without a node that has version {versions} ready")
+        for shard in _shards_without(kept, view, rollout.model, *answering)
     )
 
 
-def _shards_without(nodes: Iterable[NodeRecord], view: FleetView, model: str, version: int | None) -> list[int]:
-    ready = {node.shard_index for node in nodes if node.has(model, version, "ready")}
+def _shards_without(nodes: Iterable[NodeRecord], view: FleetView, model: str, *versions: int | None) -> list[int]:
+    ready = {node.shard_index for node in nodes if any(node.has(model, version, "ready") for version in versions)}
     return [shard for shard in range(view.num_shards or 0) if shard not in ready]
 
 

@@ -8,7 +8,7 @@ step may be done twice, and a registry that lost everything can be written anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -84,7 +84,7 @@ class Rollout(Record):
         previous_version: what a rollback returns to if this rollout is not done; see `rollback_target`.
         from_followed: deltas were applied to `from_version` when it started.
         delta_base, last_delta: of `to_version`, as published.
-        strategy: `beside` loads both versions on each shard node for a while, `by-replica` never does.
+        strategy: `beside` loads both versions on each shard node for a while, `by-replica` only where there is memory.
         canary_share: share of requests that the new version gets first; None for no canary.
         bake_s: how long it is compared with the live one, in seconds; 0 for not at all.
         bake_timeout_s: longest that a bake waits for `guards.min_requests`, in seconds; None for `BAKE_TIMEOUT` bakes.
@@ -98,6 +98,7 @@ class Rollout(Record):
         waited_s: how long they have observed that the step can't go on, in seconds, towards the limit of staging if
             `waited_staging`, else towards that of other steps.
         baseline: what serving processes had counted when the bake began, by node id.
+        warnings: what was said before it began.
         state: `running` towards `to_version`, `undoing` back to `from_version`, or how it ended.
     """
 
@@ -125,6 +126,7 @@ class Rollout(Record):
     early_groups: int = Field(default=0, ge=0)
     from_shards: NumShards | None = None
     to_shards: NumShards | None = None
+    warnings: tuple[str, ...] = ()
     replay_until: int | None = None
     bake_began_at: float | None = None
     baked_s: float = Field(default=0.0, ge=0)
@@ -176,8 +178,16 @@ class Rollout(Record):
     @property
     def committed(self) -> bool:
         """There is no way back but another rollout: the old version is being retired, or there is none to flip to."""
-        last = Step.FLIP if self.from_version is None else Step.RETIRE_SERVING
-        return self.forward and last in self.steps[: self.step_index + 1]
+        # In plans of earlier releases late groups are rolled after `retire_serving`.
+        last = (Step.FLIP,) if self.from_version is None else (Step.RETIRE_SERVING, f"{Step.ROLL}{self.early_groups}")
+        return self.forward and any(step in last for step in self.steps[: self.step_index + 1])
+
+    @property
+    def fallback(self) -> int | None:
+        """The old version of a by-replica rollout, from the flip until serving processes retire it."""
+        begun = self.steps[: self.step_index + 1]
+        is_held = self.state == "running" and Step.FLIP in begun and Step.RETIRE_SERVING not in begun
+        return self.from_version if is_held and self.strategy == "by-replica" else None
 
     @property
     def rollback_target(self) -> int | None:
@@ -245,11 +255,11 @@ def plan_steps(
     rolls = [f"{Step.ROLL}{group}" for group in range(groups)]
     before_flip = rolls[:early_groups] if strategy == "by-replica" else [Step.STAGE_SHARDS]
     trial = [Step.CANARY, Step.FLIP] if canary else [Step.FLIP, Step.BAKE] if bake else [Step.FLIP]
-    retire = [Step.RETIRE_SERVING, *rolls[early_groups:], Step.RETIRE_SHARDS]
+    retire = [*rolls[early_groups:], Step.RETIRE_SERVING, Step.RETIRE_SHARDS]
     return (*before_flip, Step.STAGE_SERVING, Step.REPLAY, *trial, *retire)
 
 
-def replica_groups(nodes_by_shard: Mapping[int, Sequence[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
+def replica_groups(nodes_by_shard: Mapping[int, Collection[str]]) -> tuple[tuple[tuple[str, ...], ...], int]:
     """Return groups of shard nodes to roll together, at most one of each shard, and how many come before the flip.
 
     Of each shard, half of its nodes (at least one, by id) are in the groups before the flip and the rest in those after
@@ -290,7 +300,8 @@ def wanted_in_step(rollout: Rollout, epoch: int) -> WantedModel:
             change |= {"live": rollout.from_version, "canary": None}
         if Step.RETIRE_SERVING in undone:
             change["serve"] = old
-    wanted = WantedModel.model_validate({"model": rollout.model, "epoch": epoch, **change})
+    change |= {"model": rollout.model, "epoch": epoch, "fallback": rollout.fallback}
+    wanted = WantedModel.model_validate(change)
     divided = {rollout.from_version: rollout.from_shards, rollout.to_version: rollout.to_shards}
     shards = {version: number for version in sorted(wanted.named()) if (number := divided[version]) is not None}
     return wanted.model_copy(update={"num_shards": shards})

@@ -95,7 +95,7 @@ async def start_rollout(
         raise RolloutError(f"{model}: version {version} is live already")
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
-    groups, early = _replica_groups(view, model, wanted) if strategy == "by-replica" else ((), 0)
+    groups, early, warnings = _replica_groups(view, model, wanted) if strategy == "by-replica" else ((), 0, ())
     has_canary, has_bake = canary_share is not None, bake_s > 0 and live is not None
     steps = plan_steps(strategy, canary=has_canary, bake=has_bake, early_groups=early, groups=len(groups))
     rollout = new_rollout(
@@ -113,6 +113,7 @@ async def start_rollout(
         groups=groups,
         early_groups=early,
         steps=steps,
+        warnings=warnings,
     )
     try:
         await fleet.registry.put(rollout_key(model), rollout.encode(), 0 if last is None else last.revision)
@@ -235,8 +236,10 @@ def _check_nodes(everyone: FleetView, view: FleetView, model: str, wanted: Wante
         )
 
 
-def _replica_groups(view: FleetView, model: str, wanted: WantedModel | None) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """Return as `replica_groups`. Raises RolloutError where these nodes can't be rolled one by one."""
+def _replica_groups(
+    view: FleetView, model: str, wanted: WantedModel | None
+) -> tuple[tuple[tuple[str, ...], ...], int, tuple[str, ...]]:
+    """Return as `replica_groups`, and what may fail. Raises RolloutError where nodes can't be rolled one by one."""
     if wanted is None or (live := wanted.live) is None:
         raise RolloutError(f"{model}: no version is live that could be rolled by replica: use strategy 'beside'")
     if (shards := wanted.num_shards.get(live, view.num_shards)) != view.num_shards:
@@ -244,15 +247,24 @@ def _replica_groups(view: FleetView, model: str, wanted: WantedModel | None) -> 
             f"{model}: version {live} is divided over {shards} shards, the next one is to be over {view.num_shards}: "
             "by-replica keeps their number; use strategy 'beside'"
         )
-    by_shard: dict[int, list[str]] = {shard: [] for shard in range(view.num_shards or 0)}
+    # Bytes that each node lacks to hold a second version like the live one.
+    by_shard: dict[int, dict[str, int]] = {shard: {} for shard in range(view.num_shards or 0)}
     for node in view.shard_nodes():
-        if node.shard_index in by_shard and node.has(model, live, "ready"):
-            by_shard[node.shard_index].append(node.node_id)
+        report = node.report(model, live)
+        if node.shard_index in by_shard and report is not None and report.state == "ready":
+            by_shard[node.shard_index][node.node_id] = report.memory_bytes - node.memory_available_bytes
     few = [f"shard {shard}: {len(nodes)}" for shard, nodes in by_shard.items() if len(nodes) < 2]
     if few or not by_shard:
         counts = ", ".join(few) or "no shard nodes"
         raise RolloutError(f"{model}: by-replica needs two nodes of each shard with version {live} ready; {counts}")
-    return replica_groups(by_shard)
+    # While one of two nodes loads, nobody can take the other one's place; of three, one has either version.
+    lacking = max((max(nodes.values()) for nodes in by_shard.values() if len(nodes) == 2), default=0)
+    warning = (
+        "there are two replicas, and memory for one version: if a node is lost while the other one of its shard loads, "
+        "requests fail until it is back; three replicas of each shard, or about "
+        f"{lacking / 1e9:.3g} GB more memory for each node, avoid it"
+    )
+    return *replica_groups(by_shard), (warning,) if lacking > 0 else ()
 
 
 class StepStatus(Frozen):
@@ -309,6 +321,7 @@ class RolloutStatus(Frozen):
     started_at: float | None = None
     step_began_at: float | None = None
     bake_began_at: float | None = None
+    warnings: tuple[str, ...] = ()
     step: str = ""
     steps: tuple[StepStatus, ...] = ()
     written: bool = False

@@ -316,6 +316,8 @@ def _begin(url: str, model: str, begin: Callable[[FleetRegistry], Awaitable[Roll
 
     async def work(fleet: FleetRegistry) -> bool:
         begun = await begin(fleet)
+        for warning in begun.warnings:
+            click.echo(f"warning: {warning}", err=True)
         if not follow:
             click.echo(f"see: shardrank rollout status {model}")
             return True

@@ -70,7 +70,7 @@ class _Report(NamedTuple):
 
 
 class Readiness:
-    """Keeps what the shards of every live model last said. Arguments are those of `RankingService`."""
+    """Keeps what shards of live models last said; with a fallback none is missed. Arguments: see `RankingService`."""
 
     def __init__(
         self,
@@ -182,8 +182,9 @@ class Readiness:
         except ShardrankError as error:
             # Only cards of this process: of those of shard nodes a router makes other errors.
             faults = before.faults + 1 if isinstance(error, CardError) else 0
-            report = _Report(before.nodes, f"{error.kind}: {error}", faults)
-            if not before.problem:
+            problem = "" if self.versions.fallbacks.get(model) else f"{error.kind}: {error}"
+            report = _Report(before.nodes, problem, faults)
+            if problem and not before.problem:
                 logger.warning("model %r is not ready: %s", model, error)
             if isinstance(error, CardError) and faults >= ENOUGH_FAULTS and self._card_error is None:
                 logger.critical("the cards of this process have failed: %s", error)

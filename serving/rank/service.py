@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Se
 from functools import partial
 from typing import Protocol, TypeAlias, cast
 
-from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
+from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
 from loader.progress import BeginThread, begin_thread
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError
@@ -36,8 +36,11 @@ from serving.observe.traces import Parent, Tracer, call_span
 from serving.observe.watch import Readiness, StateCollector
 from serving.rank.batcher import LookupMemoryLimit, resolve
 from serving.results import RankResult
+from serving.versions.loaded_version import LoadedVersion
 from serving.versions.version_choice import VersionChoice
 from shard_node.byte_budget import ByteBudget
+from shard_node.errors import GenerationNotFoundError
+from shard_node.generation import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class RankingService(VersionChoice):
         wall_clock: Callable[[], float] = time.time,
         begin: BeginThread = begin_thread,
     ) -> None:
-        super().__init__(expected_models, self._forget, begin)
+        super().__init__(expected_models, lambda *freed: self.metrics.forget_version(*freed), begin)  # noqa: PLW0108
         self.limits = limits or RequestLimits()
         self.clock = clock
         self.wall_clock = wall_clock
@@ -191,11 +194,24 @@ class RankingService(VersionChoice):
             call_span(call.trace, call, now, error)
         # The lease ended with the batch, so the version may be freed, and its metrics dropped, by now.
         if outcome is not None and call.lease.generation.state == "retired":
-            self._forget(call.model, call.version)
+            self.metrics.forget_version(call.model, call.version)
 
     def _log(self, call: Call, now: float, status: str, error: BaseException | None) -> None:
         if self.access_log is not None:
             self.access_log.add(call, now - call.started_at, status, error)
+
+    def lease_fallback(self, call: Call, error: BaseException) -> Lease[LoadedVersion] | None:
+        """Lease the version before the live one for a call that found no replica of some shard; None for all others."""
+        fallback, kind = self.fallbacks.get(call.model), getattr(error, "kind", "")
+        if call.counter is None or call.is_pinned or kind != "shard_unavailable" or fallback in (None, call.version):
+            return None
+        with contextlib.suppress(GenerationNotFoundError):
+            lease = self.generations.lease(call.model, fallback)
+            # The try counts for its version: guards must see one whose nodes die.
+            call.counter.ended(call, "error", self.clock())
+            self.metrics.count("version_requests", call.model, call.version, "error")
+            return lease
+        return None
 
     async def wait(self, call: Call, watch_client: WatchClient) -> Response:
         """Return a replica's answer to a request, on the loop of the call; its lease will be released.
@@ -253,9 +269,6 @@ class RankingService(VersionChoice):
             if not generation.retired.wait(self.limits.max_timeout_ms / 1000 + CLOSE_GRACE_S):
                 logger.error("version %d of %s still answers requests: not freed", generation.version, generation.model)
 
-    def _forget(self, model: str, version: int) -> None:
-        self.metrics.forget_version(model, version)
-
 
 class Caller(Protocol):
     """The client of a call."""
@@ -278,17 +291,18 @@ async def answer(
     body: Buffer | Awaitable[Buffer],
     client: Caller,
     parent: Parent | None = None,
+    fallback: Lease[LoadedVersion] | None = None,
 ) -> Encoded:
     """Answer an admitted call of the trace `parent`; `body` is its request, complete and decompressed.
 
-    The call is counted out. Raises ShardrankError with its HTTP and gRPC status.
+    The call is counted out; a second try is by the version of `fallback`. Raises ShardrankError with both statuses.
     """
-    if service.tracer is not None:
+    if service.tracer is not None and fallback is None:
         call.trace = service.tracer.begin(parent)
     try:
         if not isinstance(body, (bytes, bytearray, memoryview)):
             body = await body
-        codec = _parse(service, codec, call, body)
+        codec = _parse(service, codec, call, body, fallback)
         call.loop = asyncio.get_running_loop()
         if isinstance(call.request, LookupRequest):
             encoded = await _looked_up(service, codec, call, client)
@@ -306,6 +320,9 @@ async def answer(
                 notify(schema, call.request, cast(RankResult, answered), call.started_at)
         call.encoded_at = service.clock()
     except BaseException as error:
+        if (lease := service.lease_fallback(call, error)) is not None:
+            call.is_abandoned = False
+            return await answer(service, call, codec, body, client, parent, lease)
         service.end_call(call, error)
         raise
     service.end_call(call)
@@ -342,20 +359,24 @@ def answer_in_thread(service: RankingService, codec: Codec, body: Buffer) -> Res
         return service.wait_in_thread(call)
 
 
-def _parse(service: RankingService, codec: Codec, call: Call, body: Buffer) -> Codec:
+def _parse(
+    service: RankingService, codec: Codec, call: Call, body: Buffer, fallback: Lease[LoadedVersion] | None = None
+) -> Codec:
     """Parse a complete request under a lease on the version that will answer it; return the codec that has read it."""
-    call.received_at = service.clock()
+    call.received_at = call.received_at or service.clock()
     service.complete(call)
     codec = codec.read(body, service.limits)
-    lease = service.lease(codec.model, codec.version, lambda: codec.key)
+    lease = fallback or service.lease(codec.model, codec.version, lambda: codec.key)
     generation = lease.generation
     call.lease, call.is_pinned = lease, codec.version is not None
     call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
     call.leased_at = service.clock()
     try:
         call.request = codec.parse(generation.payload.schema)
-    except BaseException:
+    except BaseException as error:
         lease.release()
+        if fallback is not None and isinstance(error, InvalidRequestError) and error.kind != "schema_digest":
+            raise UnavailableError(f"only version {call.version} answers: {error}", kind="shard_unavailable") from error
         raise
     call.parsed_at = service.clock()
     call.deadline = min(call.deadline, call.started_at + call.request.timeout_s)

@@ -267,7 +267,7 @@ class FleetMember:
             raise
 
     async def reconcile(self, desired: WantedModel) -> bool:
-        """Point to the live version and the canary as far as they are here. True if both are as wanted."""
+        """Point to live version, canary and fallback, as far as they are here. True if the first two are as wanted."""
         model, live, canary = desired.model, desired.live, desired.canary
         if self._local is not None:
             await self._local.actions.reconcile(desired)
@@ -279,6 +279,7 @@ class FleetMember:
             self._service.set_canary(model, None)
         else:
             self._service.set_canary(model, canary.version, canary.share)
+        self._service.fallbacks[model] = desired.fallback
         return (live is None or live in loaded) and (canary is None or canary.version in loaded)
 
     async def retire(self, model: str, version: int) -> None:

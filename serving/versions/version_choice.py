@@ -64,6 +64,7 @@ class VersionChoice:
         self._lock = threading.Lock()
         # Replaced as a whole, so that a request reads it without the lock.
         self._canaries: dict[str, CanaryChoice] = {}
+        self.fallbacks: dict[str, int | None] = {}  # as of `WantedModel.fallback`
         self._keyless = itertools.count()
 
     def install(self, served: LoadedVersion) -> None:

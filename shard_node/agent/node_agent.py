@@ -46,7 +46,7 @@ from shard_node.agent.delta_follower import (
 )
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
-from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
+from shard_node.engine.memory import RowMemory, total_memory_bytes
 from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.generation import Generation
 from shard_node.node import LoadedTables, ShardNode
@@ -179,11 +179,18 @@ class NodeActions:
         self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._mending: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._going: set[tuple[str, int]] = set()
+        self._crowded: set[str] = set()  # models of which there is no memory for two versions
 
     def desired_versions(self, desired: WantedModel) -> Sequence[int]:
         """As `Actions.desired_versions`. The live one is first: without it this node answers nobody."""
-        versions = desired.held_by(self._config.node_id, self._node.identity.num_shards)
+        versions = {*desired.held_by(self._config.node_id, self._node.identity.num_shards), *self._kept(desired)}
         return sorted(versions, key=lambda version: (version != desired.live, version))
+
+    def _kept(self, desired: WantedModel) -> list[int]:
+        """Return what stays here beside what this node is rolled to, for the case that another replica is lost."""
+        if self._config.node_id not in desired.node_hold or desired.model in self._crowded:
+            return []
+        return [version for version in desired.hold if (desired.model, version) in self.loaded()]
 
     def loaded(self) -> Collection[tuple[str, int]]:
         """As `Actions.loaded`: what the node pools from, and what is freed to be staged anew."""
@@ -192,8 +199,14 @@ class NodeActions:
     async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load this shard's rows in a thread; one that is followed catches up. Raises as `stage_tables`."""
         limit_s = CATCH_UP_LIMIT_S if version in desired.follow else 0
-        async with self._loaded(model, version, limit_s, tell) as tables:
-            self._node.generations.stage(model, version, tables)
+        try:
+            async with self._loaded(model, version, limit_s, tell) as tables:
+                self._node.generations.stage(model, version, tables)
+        except MemoryBudgetError as error:
+            if not (kept := self._kept(desired)):
+                raise
+            self._crowded.add(model)
+            raise UnavailableError(f"version {kept[0]} is retired first: {error}", kind=error.kind) from error
 
     @asynccontextmanager
     async def _loaded(
@@ -245,6 +258,8 @@ class NodeActions:
         """As `Actions.reconcile`: starts and stops followers, has forked rows mended, and marks the live version."""
         model = desired.model
         self._live[model] = desired.live
+        if self._config.node_id not in desired.node_hold:
+            self._crowded.discard(model)
         # What follows must not be freed meanwhile.
         async with self._changing[model]:
             loaded = {version: each for (name, version), each in self._generations().items() if name == model}
@@ -360,7 +375,7 @@ class NodeActions:
             replicate_bytes=self._config.replicate_bytes,
             num_cards=identity.num_cards,
             memory_total_bytes=total_memory_bytes(),
-            memory_available_bytes=available_memory_bytes(),
+            memory_available_bytes=self._memory.available_bytes(),
             applied=dict(applied),
             delta_format=DELTA_FORMAT,
             versions=tuple(reports),

@@ -131,6 +131,11 @@ class RowMemory:
         with self._lock:
             return sum(claim.sizes[0] for claim in self._claims if claim.is_active)
 
+    def available_bytes(self) -> int:
+        """Return what may still be claimed."""
+        left = self._available() - self._reserve_bytes
+        return max(0, left if self._cap_bytes is None else min(left, self._cap_bytes - self.held_bytes))
+
     def take(self, size_bytes: int, into: Claim | None = None) -> Claim:
         """Claim memory that is about to be allocated, `into` a claim or a new one. Raises MemoryBudgetError."""
         with self._lock:

@@ -140,9 +140,26 @@ def test_a_group_rolls_while_others_have_the_live_version():
     found = cannot_roll(first, FleetView(2, (*SHARDS, others[0])))
     assert [lag.text for lag in found] == ["shard 1 would be left without a node that has version 1 ready"]
     assert cannot_roll(first, FleetView(2, (*SHARDS, *others), settled=False)) != ()
-    # After the flip nobody asks for the old version: that group may be all that can heal a shard.
+
+
+def test_the_last_node_of_a_shard_is_not_rolled_after_the_flip():
+    """It answers with the old version; where processes have let go of that, it may be all that can heal the shard."""
+    rolled, old = (node("a", {2: "ready"}, shard=0), node("b", {2: "ready"}, shard=1)), {1: "ready"}
+    others = (node("c", old, shard=0), node("d", old, shard=1))
     last = rolling("roll:1")
-    assert cannot_roll(last, FleetView(2, (*SHARDS, *others))) == cannot_roll(last, FleetView(2, others)) == ()
+    assert cannot_roll(last, FleetView(2, (*rolled, *others))) == ()
+    assert cannot_roll(last, FleetView(2, (rolled[1], *others, node("e", old, shard=0)))) == ()
+    found = cannot_roll(last, FleetView(2, (rolled[1], *others)))
+    assert [lag.text for lag in found] == ["shard 0 would be left without a node that has version 1 or 2 ready"]
+    steps = (*last.steps[:-3], "retire_serving", "roll:1", "retire_shards")
+    earlier = last.model_copy(update={"steps": steps, "step_index": len(steps) - 2})
+    assert cannot_roll(earlier, FleetView(2, (rolled[1], *others))) == ()
+    # The group refuses the new version, and who had it is away: the fallback is all that answers.
+    refused = node("c", {1: "ready", 2: "refused"}, shard=0)
+    assert texts(last, rolled[1], refused, others[1]) == [
+        "d: does not have version 2 yet",
+        "shard 0: no node has version 2 ready",
+    ]
 
 
 def test_a_node_just_lost_is_waited_for_and_then_forgotten():

@@ -21,7 +21,7 @@ from loader.registry.fleet import COORDINATOR_LOCK, WANTED, FleetRegistry, Wante
 from loader.rollout.coordinator import Coordinator
 from shardrank_testing.interrupted_registry import InterruptedRegistry, KilledError
 from shardrank_testing.registries import redis_server
-from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet
+from shardrank_testing.rollout_fleet import MODEL, NEW, OLD, Clock, PlayedFleet, PlayedNode
 
 
 @pytest.mark.parametrize("strategy", ["beside", "by-replica"])
@@ -446,9 +446,49 @@ async def test_a_shard_that_lost_the_new_version_is_healed(fleet):
     await fleet.begin(2, 2, 2)
     rollout = await fleet.start(strategy="by-replica")
     assert rollout.groups[1] == ("shard-0-1", "shard-1-1")
-    await fleet.until_step("retire_serving")
-    await fleet.until(lambda rollout, _: rollout.step != "retire_serving")
+    await fleet.until_step("roll:1")
     await forget(fleet, "shard-1-0")
+    await fleet.ends("done", NEW)
+
+
+async def test_a_rollout_that_an_earlier_release_began_ends(fleet):
+    """Its plan retires the old version before the late rolls, and what it wants has no fallback."""
+    await fleet.begin(2, 2, 2)
+    rollout = await fleet.start(strategy="by-replica", bake_s=5.0)
+    *start, late, retire, end = rollout.steps
+    earlier = rollout.model_copy(update={"steps": (*start, retire, late, end)})
+    await fleet.registry.put(
+        rollout_key(MODEL), earlier.encode(), (await fleet.registry.get(rollout_key(MODEL))).revision
+    )
+    began = (await fleet.until_bake()).bake_began_at
+    key, wanted = wanted_key(MODEL), await fleet.wanted()
+    without = wanted.model_copy(update={"fallback": None})
+    for node in fleet.nodes:
+        node.wanted = without
+    await fleet.registry.put(key, without.encode(), (await fleet.registry.get(key)).revision)
+    await fleet.coordinator.tick()
+    await fleet.until(lambda _, wanted: wanted.fallback == OLD)
+    assert (await fleet.rollout()).bake_began_at == began
+    await fleet.until_step("roll:1")
+    # Nobody holds the old version any more: its last node may be all that can heal the shard.
+    await forget(fleet, "shard-1-0")
+    await fleet.ends("done", NEW)
+
+
+async def test_the_last_node_with_the_old_version_waits_for_another(fleet):
+    await fleet.begin(2, 2, 2)
+    await fleet.start(strategy="by-replica")
+    await fleet.until_step("flip")
+    await forget(fleet, "shard-1-0")
+    await fleet.round(times=2)
+    fleet.node("shard-1-0").restart()
+    await fleet.until_step("roll:1", written=False)
+    await forget(fleet, "shard-1-0")
+    await fleet.round(times=20)
+    assert (await fleet.rollout()).step == "roll:1"
+    assert ((await fleet.wanted()).fallback, fleet.node("shard-1-1").ready()) == (OLD, {OLD})
+    # Another one in its place heals the shard as well; it is in no group, so it has the old version.
+    fleet.nodes.append(PlayedNode("shard-1-2", shard=1, num_shards=2))
     await fleet.ends("done", NEW)
 
 

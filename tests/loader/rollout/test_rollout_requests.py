@@ -75,6 +75,30 @@ async def test_after_a_failed_rollout_a_rollback_goes_further_back(fleet):
     await fleet.ends("done", OLD)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "strategy", "available", "warns"),
+    [
+        (2, "by-replica", 4_500_000_000, True),
+        (2, "by-replica", 6_000_000_000, False),
+        (3, "by-replica", 4_500_000_000, False),
+        (2, "beside", 4_500_000_000, False),
+    ],
+)
+async def test_what_a_lost_node_costs_is_said_before_the_start(fleet, replicas, strategy, available, warns):
+    await fleet.begin(2, replicas, 1)
+    for node in fleet.shard_nodes():
+        node.told[OLD], node.machine = {"memory_bytes": 6_000_000_000}, {"memory_available_bytes": available}
+    await fleet.react()
+    said = (await fleet.start(strategy=strategy)).warnings
+    assert said == (await read_fleet(fleet.fleet)).status(MODEL).warnings
+    if not warns:
+        assert said == ()
+        return
+    (warning,) = said
+    assert warning.startswith("there are two replicas, and memory for one version: if a node is lost while the other ")
+    assert warning.endswith("three replicas of each shard, or about 1.5 GB more memory for each node, avoid it")
+
+
 async def test_the_status_shows_steps_nodes_and_who_is_waited_for(fleet):
     await fleet.begin(1, 2, 1)
     empty = (await read_fleet(fleet.fleet)).status(MODEL)

@@ -64,7 +64,7 @@ def test_the_steps_are_those_that_were_asked_for(canary, bake, middle):
     beside = a_rollout(canary=canary, bake=bake).steps
     assert beside == ("stage_shards", "stage_serving", "replay", *middle, "retire_serving", "retire_shards")
     rolled = a_rollout("by-replica", canary=canary, bake=bake).steps
-    start, end = ("roll:0", "stage_serving", "replay"), ("retire_serving", "roll:1", "roll:2", "retire_shards")
+    start, end = ("roll:0", "stage_serving", "replay"), ("roll:1", "roll:2", "retire_serving", "retire_shards")
     assert rolled == (*start, *middle, *end)
 
 
@@ -92,6 +92,27 @@ def test_by_replica_each_group_is_moved_over_in_its_step():
     assert seen["retire_shards"] == {}
 
 
+def test_by_replica_the_old_version_is_the_fallback_until_it_retires():
+    seen = {record.step: wanted for record, wanted in to_the_end(a_rollout("by-replica", canary=True))[0]}
+    falling = [step for step, wanted in seen.items() if wanted.fallback is not None]
+    assert falling == ["flip", "roll:1", "roll:2"]
+    assert {(seen[step].fallback, seen[step].live, seen[step].serve) for step in falling} == {(1, 2, (1, 2))}
+    plans = to_the_end(a_rollout("by-replica", bake=True), undo_in=4)[0] + to_the_end(a_rollout(bake=True))[0]
+    assert {wanted.fallback for record, wanted in plans if record.state == "undoing" or not record.groups} == {None}
+
+
+def test_a_plan_of_an_earlier_release_ends_as_it_began():
+    """It retires the old version on serving processes before it rolls the late groups, which nothing can undo then."""
+    plan = a_rollout("by-replica")
+    *start, late, last, retire, end = plan.steps
+    earlier = decode_rollout("m", plan.model_copy(update={"steps": (*start, retire, late, last, end)}).encode())
+    found, ended = to_the_end(earlier)
+    assert [record.step for record, _ in found if record.committed] == [retire, late, last, end]
+    assert [record.step for record, wanted in found if wanted.fallback] == ["flip"]
+    assert {wanted.serve for record, wanted in found if record.committed} == {(2,)}
+    assert (ended.state, found[-1][1].hold) == ("done", (2,))
+
+
 PLANS = st.builds(
     a_rollout,
     st.sampled_from(["beside", "by-replica"]),
@@ -102,7 +123,8 @@ PLANS = st.builds(
 
 @given(PLANS, st.integers(0, 9))
 def test_what_is_live_or_canary_is_served_and_on_each_shard(plan, undo_in):
-    too_late = plan.steps.index("flip" if plan.from_version is None else "retire_serving")
+    last = "flip" if plan.from_version is None else "roll:1" if plan.groups else "retire_serving"
+    too_late = plan.steps.index(last)
     undo_in = None if undo_in >= too_late else undo_in
     found, ended = to_the_end(plan, undo_in)
     assert ended.state == ("done" if undo_in is None else "aborted")
@@ -110,6 +132,7 @@ def test_what_is_live_or_canary_is_served_and_on_each_shard(plan, undo_in):
     # What a node held in the step before, it surely has; what is wanted anew it may have or not.
     before = {node: {1} for shard in nodes.values() for node in shard}
     for _, wanted in found:
+        assert wanted.fallback in (None, *wanted.serve)
         for version in {wanted.live, wanted.canary and wanted.canary.version} - {None}:
             assert version in wanted.serve
             for shard in nodes.values():

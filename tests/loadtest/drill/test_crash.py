@@ -30,6 +30,7 @@ def test_redis_is_killed_where_it_is_the_registry():
 
 
 FLIP = CrashCase("beside", "flip", "shard-node", "shard-0-0")
+ROLLED = FLIP._replace(course="by-replica")
 
 
 def result(case: CrashCase = FLIP, **changed: Any) -> dict[str, Any]:
@@ -64,10 +65,11 @@ def test_answers_of_another_version_than_the_settled_are_stale():
     [
         (result(), {}, []),
         (result(), {"mixed": 3}, ["mixed"]),
-        # 2 of about 2800 answers, and 20.
+        # Of about 2800 answers.
         (result(), {"failed": 2}, []),
         (result(), {"failed": 20}, ["answers_lost_share_shard_node"]),
-        (result(CrashCase("by-replica", "flip", "shard-node", "shard-0-0")), {"failed": 20}, []),
+        (result(ROLLED), {"failed": 20}, []),
+        (result(ROLLED), {"failed": 40}, ["answers_lost_share_shard_node_by_replica"]),
         (result(CrashCase("beside", "flip", "serving", "serve-0")), {"failed": 20}, []),
         (result(CrashCase("beside", "flip", "redis", "")), {"failed": 1}, ["answers_lost_share_redis"]),
         (result(settled_s=10.1), {}, ["beside, step flip, shard-0-0 killed: settled_s"]),

@@ -226,6 +226,19 @@ def test_a_refused_version_ends_with_code_1_and_the_reason(tmp_path: Path, where
         assert reason in shown
 
 
+def test_a_rollout_that_may_fail_requests_says_so(tmp_path: Path, where: Where) -> None:
+    def fill(fleet: PlayedFleet) -> None:
+        for node in fleet.shard_nodes():
+            node.told[1], node.machine = {"memory_bytes": 6_000_000_000}, {"memory_available_bytes": 4_500_000_000}
+
+    with in_background(played_fleet(tmp_path, prepare=fill)):
+        wait_until(lambda: "6000000000" in str(status(tmp_path)["nodes"]), "what the nodes tell")
+        result = shardrank("rollout", "start", MODEL, 2, "--strategy", "by-replica", *where)
+        (warning,) = status(tmp_path)["warnings"]
+        assert result.stderr == f"warning: {warning}\n"
+        assert "or about 1.5 GB more memory for each node" in warning
+
+
 def never_stage(fleet: PlayedFleet) -> None:
     fleet.node("shard-0-1").stage_rounds = 10**9
 

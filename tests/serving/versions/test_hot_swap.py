@@ -21,6 +21,7 @@ from shardrank_testing.serving_api import (
     api_request,
     rank_message,
     running_api,
+    stats_of,
 )
 
 REQUESTS = [api_request(seed) for seed in range(8)]
@@ -131,3 +132,37 @@ async def test_nodes_leave_join_and_die_under_load_and_nothing_fails(versions, s
             # The newcomer is now sent lookups like the others, so the first one may go without a word.
             await fleet.nodes.pop("shard-0-1").die()
             await load.some_more(100)
+
+
+async def test_the_version_before_answers_while_the_live_one_has_no_replica(versions, store, folder):
+    """In a by-replica rollout: by itself, request by request, but nobody who names the live version."""
+    async with agent_fleet(folder, store, shards=1, replicas=3) as fleet:
+        _, service = await with_live(fleet, versions)
+        await fleet.want(MODEL, node_hold={"shard-0-0": (2,)}, serve=(1, 2))
+        await fleet.until_state("serve-0", MODEL, 2, "ready")
+        async with running_api(service) as api, Load(api, versions) as load:
+            wanted = await fleet.want(MODEL, live=2, fallback=1)
+            await fleet.until("serve-0", lambda node: node.applied[MODEL] >= wanted.epoch)
+            await load.some_more()
+            requests, errors = stats_of(service, 2).requests, stats_of(service, 2).errors
+            assert (requests > 0, errors) == (True, 0)
+            # As if the second one had retired the old version, to load the new one.
+            await fleet.nodes.pop("shard-0-1").leave()
+            await fleet.nodes.pop("shard-0-0").die()
+            before = load.answers.copy()
+            await load.some_more()
+            assert load.answers[1] > before[1]
+            # Each try that failed counts as an error of the live version, for guards to see.
+            assert stats_of(service, 2).errors > 0
+            assert stats_of(service, 1).errors == 0
+            await service.watch.refresh()
+            assert (await api.http.get("/readyz")).status_code == 200
+            found = await api.http.post(f"/v1/models/{MODEL}:lookup", json={"sparse": {"film": [[1]]}})
+            assert (found.status_code, found.json()["version"]) == (200, 1)
+            named = await api.http.post(f"/v1/models/{MODEL}:rank", json=REQUESTS[0] | {"version": 2})
+            assert (named.status_code, named.json()["error"]["kind"]) == (503, "shard_unavailable")
+            await fleet.start_node(0)
+            await fleet.until_state("shard-0-0", MODEL, 2, "ready")
+            before = load.answers.copy()
+            await until(lambda: load.answers[2] > before[2] + 20)
+        assert [generation.leases for generation in service.generations.all()] == [0, 0]

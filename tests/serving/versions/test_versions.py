@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.errors import ConfigError, DeadlineExceededError, RolloutError
+from loader.errors import ConfigError, DeadlineExceededError, RolloutError, UnavailableError
 from loader.registry.fleet import LATENCY_BOUNDS_MS
+from loader.snapshot.manifest import DenseInputs
 from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.errors import InvalidRequestError
 from serving.observe.calls import Call
@@ -29,6 +30,7 @@ from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
     api_request,
+    api_spec,
     rank_message,
     running_api,
     stats_of,
@@ -198,6 +200,28 @@ def test_guards_count_no_request_of_a_clients_making(service, fields, error, err
         rank(service, **fields)
     stats = stats_of(service, 2)
     assert (stats.requests, stats.errors, stats.score_count) == (errors, errors, 0)
+
+
+async def test_what_the_fallback_refuses_stays_unavailable(service, tmp_path):
+    """The request is right, for a version that has no replica: its client may try again."""
+    spec = api_spec().model_copy(update={"dense_inputs": DenseInputs(context=3, candidate=3)})
+    service.install_staged(loaded(write_api_model(tmp_path, version=3, spec=spec), service))
+    service.flip(MODEL, 3)
+    service.fallbacks[MODEL] = 1
+
+    async def fails(*_: object) -> None:
+        raise UnavailableError("no replica answered", kind="shard_unavailable")
+
+    for replica in service.generations.payload(MODEL, 3)._replicas:
+        replica.ranking.score = fails
+    request = api_request(1)
+    request["context"]["dense"] = [0.0] * 3
+    async with running_api(service) as api:
+        answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "shard_unavailable")
+    assert "only version 1 answers: context.dense" in answer.text
+    assert [stats_of(service, version).errors for version in (3, 2)] == [1, 0]
+    assert [generation.leases for generation in service.generations.all()] == [0, 0, 0]
 
 
 MODELS = st.text(max_size=20)

@@ -91,8 +91,32 @@ async def test_a_version_without_room_is_refused_until_another_goes(under):
     assert f"at most {2 * SIZE - 1} are allowed" in report.reason
     await under.want("films", hold=(1,))
     await under.announced("films", 2, None)
+
+
+ROOM = {f"{size} bytes": {"memory_cap_bytes": size} for size in (2 * SIZE - 1, 2 * SIZE)}
+
+
+@pytest.mark.parametrize(
+    ("under", "keeps"), [*zip(ROOM.values(), (False, True), strict=True)], ids=ROOM, indirect=["under"]
+)
+async def test_a_node_that_is_rolled_keeps_both_if_they_fit(under, keeps):
+    for version in (1, 2):
+        await under.publish(version)
+    await under.want("films", hold=(1,), live=1)
+    await under.announced("films", 1, "ready")
+    left = (await under.fleet.nodes())[0].memory_available_bytes
+    assert left == under.actions._config.memory_cap_bytes - SIZE
+    for _ in range(2):
+        await under.want("films", node_hold={"node": (2,)})
+        await under.announced("films", 2, "ready")
+        await under.announced("films", 1, "ready" if keeps else None)
+        # Undone, it has the old version at once, or loads it again.
+        await under.want("films", node_hold={})
+        await under.announced("films", 2, None)
+        await under.announced("films", 1, "ready")
     await under.want("films", node_hold={"node": (2,)})
     await under.announced("films", 2, "ready")
+    await under.want("films", hold=(2,), live=2, node_hold={})
     await under.announced("films", 1, None)
 
 
