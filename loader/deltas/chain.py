@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.deltas.batch import DIGEST_BYTES, DeltaBatch, digest_of
-from loader.errors import DeltaError, DeltaFormatError
+from loader.errors import NOT_DECODED, DeltaError, DeltaFormatError
 from loader.snapshot.buckets import Int64Array, RowBuckets
 from loader.snapshot.tables import RowDtype, TableSpec
 
@@ -126,7 +126,7 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
             )
         try:
             return msgspec.structs.replace(msgspec.msgpack.decode(content, type=cls), digest=digest)
-        except msgspec.MsgspecError as error:
+        except NOT_DECODED as error:
             raise DeltaFormatError(f"a commit of a delta can't be read: {error}") from error
 
     @property
