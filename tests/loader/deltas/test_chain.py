@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -135,6 +136,14 @@ def test_a_commit_that_no_publisher_wrote_is_refused(at, more):
     at = at or len(content)
     content[at:at] = more
     with pytest.raises(DeltaFormatError, match="can't be read"):
+        Commit.decode(MAGIC + digest_of(content) + content)
+
+
+@pytest.mark.parametrize("row_bytes", [-8, 2**63])
+def test_a_commit_of_rows_of_no_length_is_refused(row_bytes):
+    commit = Commit.decode(encode_commit(*make_delta([1, 2, 3]), Tail(), token=1)[0])
+    content = msgspec.msgpack.encode(msgspec.structs.replace(commit, row_bytes=row_bytes))
+    with pytest.raises(DeltaFormatError, match="can't be read: Expected `int` [<>]= "):
         Commit.decode(MAGIC + digest_of(content) + content)
 
 
