@@ -143,7 +143,7 @@ def test_a_commit_that_no_publisher_wrote_is_refused(at, more):
 def test_a_commit_of_rows_of_no_length_is_refused(row_bytes):
     commit = Commit.decode(encode_commit(*make_delta([1, 2, 3]), Tail(), token=1)[0])
     content = msgspec.msgpack.encode(msgspec.structs.replace(commit, row_bytes=row_bytes))
-    with pytest.raises(DeltaFormatError, match="can't be read: Expected `int` [<>]= "):
+    with pytest.raises(DeltaFormatError, match=r"can't be read: Expected `int` [<>]= "):
         Commit.decode(MAGIC + digest_of(content) + content)
 
 
