@@ -134,7 +134,7 @@ def map_npy(file: Path) -> npt.NDArray[Any]:
     """Map the array of an .npy file. Raises TraceError if it can't be read, or holds objects."""
     try:
         return np.lib.format.open_memmap(file, mode="r")  # Maps numbers, and never takes a pickle.
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # NumPy evaluates the header as Python, whose parser raises more than it says.
         raise TraceError(f"{file}: not an array that can be read: {cut(error)}") from error
 
 

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loader.deltas.batch import DIGEST_BYTES, DeltaBatch, digest_of
-from loader.errors import DeltaError, DeltaFormatError
+from loader.deltas.batch import DIGEST_BYTES, MAX_BATCH_BYTES, DeltaBatch, digest_of
+from loader.errors import NOT_DECODED, DeltaError, DeltaFormatError
 from loader.snapshot.buckets import Int64Array, RowBuckets
 from loader.snapshot.tables import RowDtype, TableSpec
 
@@ -110,7 +110,7 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
     table: str
     dtype: RowDtype
     embedding_dim: int
-    row_bytes: int
+    row_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BATCH_BYTES)]
     column_dims: tuple[int, ...]
     parts_digest: bytes
     sizes: Annotated[bytes, msgspec.Meta(min_length=4 * NUM_PARTITIONS, max_length=4 * NUM_PARTITIONS)]
@@ -126,7 +126,7 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
             )
         try:
             return msgspec.structs.replace(msgspec.msgpack.decode(content, type=cls), digest=digest)
-        except msgspec.MsgspecError as error:
+        except NOT_DECODED as error:
             raise DeltaFormatError(f"a commit of a delta can't be read: {error}") from error
 
     @property

@@ -103,5 +103,5 @@ def read_step(store: Store, record: DenseStep) -> dict[str, torch.Tensor]:
         raise DeltaFormatError(f"{path}: {len(content)} bytes of SHA-256 {sha256}; {stated}")
     try:
         return load(content)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, TypeError) as error:  # a dtype or a shape that torch has not
         raise DeltaFormatError(f"{path}: {error}") from error

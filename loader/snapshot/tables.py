@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
@@ -229,7 +230,7 @@ def fingerprint_strings(strings: Sequence[str]) -> npt.NDArray[np.int64]:
     return np.fromiter((digest(text.encode()) & _ID_MASK for text in strings), np.int64, count=len(strings))
 
 
-_QUOTED_ERRORS = 5
+_QUOTED_ERRORS, _MAX_NAMED_ERRORS = 5, 20
 
 
 class SchemaError(NamedTuple):
@@ -256,8 +257,9 @@ def schema_errors(
     for mistake in errors:
         # A list is also said to be too short if validation stopped at one of its bad items.
         path = mistake["loc"]
-        has_inner = any(len(other["loc"]) > len(path) and other["loc"][: len(path)] == path for other in errors)
-        if mistake["type"] in ("too_short", "too_long") and has_inner:
+        if mistake["type"] in ("too_short", "too_long") and any(
+            len(other["loc"]) > len(path) and other["loc"][: len(path)] == path for other in errors
+        ):
             continue
         problem = mistake["msg"]
         if mistake["type"] == "extra_forbidden":
@@ -304,8 +306,8 @@ def refused_as(
     try:
         yield
     except ValidationError as error:
-        problems = quoted_errors(error) if schema is None else "; ".join(map(str, schema_errors(error, [schema])))
-        raise refusal(f"{where}{problems}") from error
+        first = () if schema is None else islice(schema_errors(error, [schema]), _MAX_NAMED_ERRORS)
+        raise refusal(f"{where}{'; '.join(map(str, first)) or quoted_errors(error)}") from error
 
 
 def quoted_errors(error: ValidationError) -> str:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import SnapshotCorruptError, cut, file_errors
+from loader.errors import NOT_DECODED, SnapshotCorruptError, cut, file_errors
 from loader.memory import map_array
 
 MAX_HEADER_BYTES = 16 << 20
@@ -72,7 +72,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                     f"{path}: header of {header_bytes} bytes in a file of {file_bytes}; at most {MAX_HEADER_BYTES}"
                 )
             entries = _HEADER.decode(file.read(header_bytes))
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except NOT_DECODED as error:
         raise SnapshotCorruptError(f"{path}: the header: {error}") from error
     position = data_offset = 8 + header_bytes
     tensors: dict[str, TensorInfo] = {}
@@ -81,7 +81,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             continue
         try:
             entry = _ENTRY.decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except NOT_DECODED as error:
             raise SnapshotCorruptError(f"{path}: the header: {cut(repr(name))}: {cut(error)}") from error
         begin, end = entry.data_offsets
         tensors[name] = info = TensorInfo(entry.dtype, entry.shape, data_offset + begin)

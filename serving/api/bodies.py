@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 from starlette.types import Receive
 
+from loader.errors import NOT_DECODED
 from serving.errors import InvalidRequestError, limit_exceeded, malformed
 from serving.formats.requests import Buffer
 from shard_node.byte_budget import ByteAccount, MessageBytes
@@ -54,7 +55,7 @@ async def read_json(receive: Receive, limit: str, max_bytes: int, kind: type[T],
         has_more = message.get("more_body", False)
     try:
         return msgspec.json.decode(b"".join(parts) or b"{}", type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise malformed("", f"the body must {form}: {error}") from error
 
 

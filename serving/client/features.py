@@ -196,7 +196,11 @@ def read_lookup(data: bytes | LookupResult) -> LookupResult:
     answer = read_message(ranking_pb2.LookupResponse, data)
     embeddings: dict[str, Float32Array | Ragged] = {}
     for name, rows in answer.embeddings.items():
-        values = np.array(rows.values, np.float32).reshape(-1, max(1, rows.embedding_dim))
+        values, width = np.array(rows.values, np.float32), max(1, rows.embedding_dim)
+        if values.size % width:
+            problem = f"the answer is no lookup: {name!r} has {values.size} numbers in rows of {width}"
+            raise InternalError(problem, kind="malformed_answer")
+        values = values.reshape(-1, width)
         embeddings[name] = Ragged(values, np.array(rows.lengths, np.int64)) if rows.lengths else values
     return LookupResult(answer.model, answer.version, embeddings, answer.request_id, *_freshness(answer))
 

@@ -250,7 +250,7 @@ def _described(body: bytes) -> bytes:
         # As over gRPC, where a limit is a number.
         document["limits"] = {name: value for name, value in limits.items() if isinstance(value, int | float)}
         description = ParseDict(document, ranking_pb2.GetModelResponse(), ignore_unknown_fields=True)
-    except (ValueError, AttributeError, ParseError) as error:
+    except (ValueError, RecursionError, AttributeError, ParseError) as error:
         raise InternalError(f"the answer does not describe a model: {error}", kind="malformed_answer") from error
     return description.SerializeToString()
 
@@ -267,7 +267,7 @@ def http_error(status: int, body: bytes, retry_after: str | None) -> ShardrankEr
     try:
         content: dict[str, Any] = json.loads(body)["error"]
         message, kind, field = str(content["message"]), str(content["kind"]), str(content.get("field") or "")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         # Not of this project: a proxy's page, perhaps. Its beginning is the best there is.
         message, kind, field = f"HTTP status {status}: {body[:300].decode('utf-8', 'replace')}", "", ""
     wait_s = float(retry_after) if retry_after and retry_after.isdecimal() else None

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from msgspec import UNSET, UnsetType
 
+from loader.errors import NOT_DECODED
 from loader.snapshot.manifest import MAX_OUTPUTS
 from serving.errors import (
     InvalidRequestError,
@@ -439,7 +440,7 @@ class InferHttpCodec(InferCodec, eq=False):
             raise count_mismatch(path, f"its nested data does not have the shape {shape[:8]}")
         try:
             elements: list[Any] = _DECODERS[datatype][nested].decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except NOT_DECODED as error:
             raise invalid_field(path, f"its data is not what its datatype says: {error}") from None
         if nested:
             if [len(elements), *set(map(len, elements))] != shape:

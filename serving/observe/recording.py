@@ -25,7 +25,7 @@ from sys import getsizeof
 
 import msgspec
 
-from loader.errors import ConfigError
+from loader.errors import NOT_DECODED, ConfigError
 from serving.errors import InvalidRequestError, RecordingDamagedError
 from serving.formats.messages import MessageCodec, packed_request
 from serving.formats.requests import RankRequest
@@ -235,7 +235,7 @@ def read_file(path: Path) -> Iterator[RecordedRequest]:
                 return
             try:
                 yield _DECODER.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except NOT_DECODED as error:
                 raise RecordingDamagedError(f"{path}: line {number}: {error}") from error
 
 

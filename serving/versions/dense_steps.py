@@ -28,7 +28,7 @@ from shard_node.generation import Generations
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S: Final = 5.0
-"""Between two checks whether the stream still has the delta of the step in use: an entry of format 1 has up to 4 MiB."""
+"""Between two checks of whether the stream still has the delta of the step in use: format 1 has up to 4 MiB in one."""
 READ_FOR_S: Final = 30.0
 """A step whose file can't be read is tried for so long: a shared file system may show it later."""
 

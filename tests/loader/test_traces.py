@@ -63,6 +63,14 @@ def test_an_array_that_is_no_trace_is_refused(tmp_path: Path, values: np.ndarray
         read_traces([f"item={tmp_path / 'item.npy'}"], {"item"})
 
 
+@pytest.mark.parametrize("header", ["{'descr': (", "{[]: 1}", "(" * 4000, "{'descr': '<i8', 'shape': (1,)}"])
+def test_an_array_whose_header_is_none_is_refused(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "item.npy"
+    path.write_bytes(b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header.encode())
+    with pytest.raises(TraceError, match="not an array that can be read"):
+        read_traces([f"item={path}"], {"item"})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

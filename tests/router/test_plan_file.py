@@ -123,6 +123,13 @@ def test_what_was_changed_is_refused(content, problem):
         PlanFile.parse("plan.json", content)
 
 
+def test_a_file_of_many_mistakes_is_refused_in_a_short_message():
+    """Each was compared with all others once."""
+    with pytest.raises(PlanError, match="k0: unknown key 'k0'") as refusal:
+        PlanFile.parse("plan.json", changed(**{f"k{number}": 1 for number in range(20_000)}))
+    assert len(str(refusal.value)) < 5000
+
+
 def one_table(kind: str, ranks: RanksOfBuckets) -> bytes:
     """A file whose digest is right, whatever it says."""
     table = TablePlan(table="t", num_embeddings=5000, bucketing="range", sharding_type=kind, slices=(ranks,))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.deltas.batch import digest_of
 from loader.deltas.chain import (
     DIGEST_BYTES,
+    MAGIC,
     NOTHING,
     NUM_PARTITIONS,
     Commit,
@@ -122,6 +125,26 @@ def test_a_commit_with_a_wrong_byte_is_refused(at):
         Commit.decode(bytes(payload))
     with pytest.raises(DeltaFormatError):
         Commit.decode(bytes(payload[:-1]))
+
+
+@pytest.mark.parametrize(("at", "more"), [(3, b"\xa1\xff"), (None, b"\x91" * 9999)], ids=["no UTF-8", "arrays"])
+def test_a_commit_that_no_publisher_wrote_is_refused(at, more):
+    """One more element than a commit has, by a right digest."""
+    content = bytearray(encode_commit(*make_delta([1, 2, 3]), Tail(), token=1)[0][24:])
+    assert content[:3] == b"\xdc\x00\x10"
+    content[2] += 1
+    at = at or len(content)
+    content[at:at] = more
+    with pytest.raises(DeltaFormatError, match="can't be read"):
+        Commit.decode(MAGIC + digest_of(content) + content)
+
+
+@pytest.mark.parametrize("row_bytes", [-8, 2**63])
+def test_a_commit_of_rows_of_no_length_is_refused(row_bytes):
+    commit = Commit.decode(encode_commit(*make_delta([1, 2, 3]), Tail(), token=1)[0])
+    content = msgspec.msgpack.encode(msgspec.structs.replace(commit, row_bytes=row_bytes))
+    with pytest.raises(DeltaFormatError, match=r"can't be read: Expected `int` [<>]= "):
+        Commit.decode(MAGIC + digest_of(content) + content)
 
 
 def test_parts_that_are_not_the_commits_are_refused():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 from loader.deltas.dense import KEPT_STEPS, read_step, steps_folder
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.errors import DeltaFormatError, RegistryConflictError, SnapshotError
+from loader.registry.fleet import DenseStep
 from loader.snapshot.store import Store
 from shardrank_testing.deltas import MODEL, delta_spec, export_state, register_version
 from shardrank_testing.registries import with_open
@@ -121,3 +125,23 @@ async def test_only_the_last_files_stay_and_a_damaged_one_is_refused(publisher, 
     files[-1].unlink()
     with pytest.raises(SnapshotError, match="missing"):
         read_step(Store(store), record)
+
+
+@pytest.mark.parametrize(("dtype", "shape", "size"), [("F4", [2], 1), ("I64", [2**63, 0], 0)])
+def test_a_file_that_torch_can_not_hold_is_refused(tmp_path, dtype, shape, size):
+    header = json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(size)
+    record = DenseStep(
+        model=MODEL,
+        version=1,
+        step=1,
+        sequence=0,
+        max_drift=0.1,
+        published_at=1.0,
+        sha256=hashlib.sha256(content).hexdigest(),
+        size_bytes=len(content),
+    )
+    store = Store(tmp_path)
+    store.write_file(f"{steps_folder(MODEL, 1)}/{1:020d}-{record.sha256[:16]}.safetensors", content)
+    with pytest.raises(DeltaFormatError, match="safetensors: "):
+        read_step(store, record)

@@ -302,6 +302,7 @@ def rows_header(dtype="U8", shape=(19, 32), offsets=(0, 608), name="rows"):
         (1 << 30).to_bytes(8, "little"),
         (4).to_bytes(8, "little") + b"{{{{",
         (2).to_bytes(8, "little") + b"{}" + b"extra",
+        (100_005).to_bytes(8, "little") + b'{"a":' + b"[" * 100_000,
         [],
         {"rows": []},
         rows_header(offsets=[0, 607]),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.limits import RequestLimits
 from shardrank_testing.http_wire import Served, chunked, errors, post, statuses
 
 AMBIGUOUS = {
@@ -153,34 +151,3 @@ async def test_however_requests_are_cut_the_answers_are_the_same(requests, cuts,
     assert any(is_refused) or wire.sent == whole.sent
     assert (whole.is_closed, wire.is_closed) == (False, False)
     assert not any(served.listener.waiting.values())
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_whatever_comes_the_gate_answers_or_closes(seed, caplog):
-    rng = random.Random(seed)
-    valid = [post(b"abc"), chunked([b"abc", b"d" * 50]), post(b"", "expect: 100-continue"), *AMBIGUOUS.values()]
-    alphabet = b"\r\n\0 :;,a0Ff\t\xff"
-
-    served = Served(RequestLimits(max_header_bytes=4096, max_idle_work_ms=0))
-    for _ in range(1500):
-        sent = bytearray(b"".join(rng.choices(valid, k=rng.randint(1, 3))))
-        for _ in range(rng.randint(0, 4)):
-            at = rng.randrange(len(sent))
-            if rng.random() < 0.3:
-                del sent[at : at + rng.randint(1, 5)]
-            elif rng.random() < 0.5:
-                sent.insert(at, rng.choice(alphabet))
-            else:
-                sent[at] = rng.choice(alphabet)
-            if not sent:
-                sent = bytearray(b"x")
-        cut = rng.randint(0, len(sent))
-        wire = await served.converse([bytes(sent[:cut]), bytes(sent[cut:])] if cut else [bytes(sent)])
-        assert set(statuses(wire.sent)) <= {100, 200, 400, 405, 413, 431}
-    assert not served.listener.open
-    assert not served.listener.uvicorn_state.connections
-    assert not served.tasks
-    assert not any(served.listener.waiting.values())
-    assert served.buffers.buffered == 0
-    assert statuses((await served.converse([post()])).sent) == [200]
-    assert [record for record in caplog.records if record.name.startswith("serving")] == []

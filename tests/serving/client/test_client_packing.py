@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loader.snapshot.reader import Snapshot
 from serving.client import Client, Ragged
-from serving.client.features import Column, Layout, RankFeatures, lookup_request, read_message
+from serving.client.features import Column, Layout, RankFeatures, lookup_request, read_lookup, read_message
 from serving.description import ModelInfo
 from serving.embedded import Ranker
 from serving.errors import InvalidRequestError
@@ -22,6 +22,7 @@ from serving.formats.messages import encode_model
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from shardrank_testing.client_calls import Caller, calling, rank_arguments
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.parsing import SCHEMA, assert_same_request, parse_json, parse_message
 from shardrank_testing.serving_api import CITIES, MODEL, api_request, running_api
 
@@ -121,6 +122,13 @@ def test_a_lookup_in_any_form_is_read_as_its_json(request, data):
 def test_strings_are_ids_from_lists_and_arrays(strings):
     column = Column.of("candidates.sparse.city", strings, None)
     assert (list(column.texts), column.num_bags, column.ids.size) == (["a", "ü"], 2, 0)
+
+
+def test_rows_of_another_width_than_stated_are_refused():
+    message = ranking_pb2.LookupResponse(model=MODEL)
+    message.embeddings["film"].MergeFrom(ranking_pb2.Embedding(values=[1, 2, 3], embedding_dim=2))
+    with raises_kind("malformed_answer", match="'film' has 3 numbers in rows of 2"):
+        read_lookup(message.SerializeToString())
 
 
 WRONG = [

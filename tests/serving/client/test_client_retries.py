@@ -235,6 +235,15 @@ def test_other_errors_are_not_tried_again(status, kind, error):
     assert len(stub.ranks) == 1
 
 
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"error": {"message": "no", "kind": ' + b"[" * 100_000])
+def test_an_http_error_of_another_form_has_its_beginning(body):
+    error = transports.http_error(502, body, None)
+    assert (type(error), error.kind) == (UnavailableError, "unavailable")
+    assert str(error).startswith(f"HTTP status 502: {body[:300].decode()}")
+    with pytest.raises(InternalError, match="does not describe a model"):
+        transports._described(body)
+
+
 @both_clients
 async def test_over_http_503_and_connections_that_end_are_tried_again(kind):
     not_ready = http_error(503, "not_ready")

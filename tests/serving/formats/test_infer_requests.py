@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from loader.errors import ShardrankError
 from loader.snapshot.manifest import ModelSpec
@@ -318,26 +315,3 @@ def test_a_model_of_dense_candidates_alone_counts_their_rows():
     assert parse(http_request([user, rows]), schema).num_candidates == 4
     with raises_kind("invalid_field", match=r"no such input; it has \['user', 'candidates\.dense'"):
         parse(http_request([user, rows, replace(user, name="film")]), schema)
-
-
-_BODY, _HEADERS = binary_body(tensors(), id="a", parameters={"top_k": 1})
-_MESSAGE = message_of(tensors(), MODEL).SerializeToString()
-
-
-@given(
-    position=st.integers(0, len(_BODY) - 1),
-    flipped=st.integers(1, 255),
-    cut=st.integers(0, len(_BODY)),
-    is_cut=st.booleans(),
-)
-def test_a_damaged_request_is_refused_or_read_but_never_a_defect(position, flipped, cut, is_cut):
-    for good, read in (
-        (_BODY, lambda body: read_body(body, int(_HEADERS["inference-header-content-length"]))),
-        (_MESSAGE, read_message),
-    ):
-        damaged = bytearray(good)
-        damaged[position % len(good)] ^= flipped
-        damaged = damaged[: cut % len(good)] if is_cut else damaged
-        # Anything but an error of the client's is a defect.
-        with contextlib.suppress(InvalidRequestError):
-            parse(read(bytes(damaged)))

@@ -232,6 +232,7 @@ def test_a_line_that_is_cut_off_is_the_end_of_a_file(recorded_file: bytes, tmp_p
         (b'"schema_digest"', b'"schema"', "line 2: Object missing required field `schema_digest`"),
         (b'"model":"', b'"model":"\xff', "line 2: "),
         (b'"request":', b'"request":' + b" " * 100_000, "line 2 has more than 100000 bytes"),
+        (b"{", b'{"more":' + b"[" * 90_000, "line 2: maximum recursion depth exceeded"),
     ],
 )
 def test_lines_that_no_recorder_wrote_are_refused_by_number(

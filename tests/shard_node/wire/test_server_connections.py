@@ -11,7 +11,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.errors import ConfigError, OverloadedError
@@ -88,19 +88,6 @@ async def test_a_broken_stream_gets_an_error_and_is_closed(place, sent, request_
     assert frame.header.request_id == request_id
     assert type(error) is kind
     assert message in str(error)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(junk=st.one_of(st.binary(max_size=300), st.binary(max_size=200).map(lambda tail: b"SHRK\1\0\1\0" + tail)))
-async def test_arbitrary_bytes_never_disturb_the_server(junk, place, tmp_path, caplog):
-    caplog.clear()
-    async with place.peer(tmp_path, None, ServerLimits(receive_timeout_ms=20)) as (server, peer):
-        peer.write(junk)
-        peer.writer.write_eof()
-        await peer.read_end()
-        async with raw_peer(server.addresses[0]) as other:
-            await assert_serves(other)
-    assert [record for record in caplog.records if record.exc_info] == []
 
 
 async def test_a_peer_that_does_not_read_is_not_read_from(place, tmp_path):

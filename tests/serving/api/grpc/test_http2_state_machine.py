@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.api.grpc import wire
-from serving.api.grpc.connection import Connection, Phase, Stream
-from serving.api.grpc.wire import ConnectionLimits, ErrorCode, HeaderList
+from serving.api.grpc.connection import Connection, Stream
+from serving.api.grpc.wire import ConnectionLimits, HeaderList
 from shardrank_testing.http2_peer import END, END_HEADERS, LIMITS, data
 
 REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/a"), ("te", "trailers")]
@@ -92,56 +92,6 @@ def test_a_request_is_the_same_in_whatever_frames_it_comes(sizes, payloads, padd
     assert opened[2].headers[-1] == (b"x" * 50, b"y" * 70)
     assert b"".join(event[2] for event in others[:-1]) == b"".join(payloads)
     assert others[-1] == ("end", 1)
-
-
-FRAMES = st.one_of(
-    st.builds(headers, st.sampled_from([1, 3, 5, 7, 9, 11]), st.sampled_from([0, END])),
-    st.builds(data, st.sampled_from([1, 3, 5, 7, 9]), st.binary(max_size=300), st.sampled_from([0, 0, END])),
-    st.builds(
-        lambda stream_id, payload, padding: data(stream_id, padded(payload, padding), wire.PADDED),
-        st.sampled_from([1, 3, 5]),
-        st.binary(max_size=50),
-        st.integers(0, 60),
-    ),
-    st.builds(wire.window_update, st.sampled_from([0, 1, 3, 5]), st.integers(0, 2**31 - 1)),
-    st.builds(wire.rst_stream, st.sampled_from([1, 3, 5]), st.sampled_from(list(ErrorCode))),
-    st.builds(wire.frame, st.integers(0, 12), st.integers(0, 255), st.integers(0, 9), st.binary(max_size=40)),
-    st.builds(wire.settings, st.dictionaries(st.integers(1, 6), st.integers(0, 70_000), max_size=3)),
-    st.binary(max_size=30),
-)
-
-
-@given(
-    st.lists(FRAMES, max_size=12),
-    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=6),
-    st.lists(st.integers(1, 400), max_size=40),
-)
-def test_whatever_comes_and_however_it_is_cut_streams_are_ended(parts, changes, sizes):
-    """Nothing is raised, any split gives the same events and answers, and each stream is notified of its end."""
-    sent = bytearray(BEGIN + b"".join(parts))
-    for position, value in changes:
-        sent[position % len(sent)] = value
-    expected, found = Events(), Events()
-    whole, cut = connection(told=expected), connection(told=found)
-    whole.feed(bytes(sent))
-    whole.read()
-    left = bytes(sent)
-    for size in [*sizes, len(sent)]:
-        piece, left = left[:size], left[size:]
-        if piece:
-            cut.feed(piece)
-            cut.read()
-    assert found.events == expected.events
-    answers = whole.outgoing()
-    assert cut.outgoing() == answers
-    assert (cut.streams.keys(), cut.phase) == (whole.streams.keys(), whole.phase)
-    assert expected.ids("opened") - expected.ids("dropped") == whole.streams.keys()
-    if whole.failure is not None:
-        assert (whole.phase, whole.streams, whole.can_read) == (Phase.OVER, {}, False)
-        assert answers.endswith(wire.goaway(whole.last_stream_id, whole.failure.code, str(whole.failure)))
-        whole.feed(bytes(sent))
-        whole.read()
-        assert found.events == expected.events
 
 
 def test_reading_stops_when_the_clock_says_so_and_goes_on_later():
