@@ -65,7 +65,7 @@ AGENT = AgentConfig(
     heartbeat_s=2.0,
     ttl_s=5.0,
     models=(MODEL,),
-    staging=StagingConfig(live_retry_s=5.0),
+    staging=StagingConfig(live_retry_s=5.0, retry_s=6.0),
 )
 COORDINATOR = CoordinatorConfig(tick_s=1.0, lock_ttl_s=5.0, settle_s=3.5, stage_timeout_s=40.0, step_timeout_s=25.0)
 FOLLOWER = FollowerConfig(poll_s=1.0, retry_s=1.0)
