@@ -103,7 +103,10 @@ def compare(live: VersionStats, new: VersionStats, limits: GuardLimits, *, live_
     missing, needed = max(0, limits.min_requests - fewest), limits.min_requests or MIN_REQUESTS
     if min(live.requests, new.requests) < needed:
         reason = f"too little traffic to compare: {needed} requests of each version are needed"
-        return GuardReport(breached=False, compared=False, missing=missing, reason=reason, **numbers)
+        # Errors are too many whatever the live version does.
+        fails = new.requests >= needed and _is_above(new.errors, new.requests, limits.max_error_rate_increase)
+        reason = f"error rate {new.errors / new.requests:.2%}, and {reason}" if fails else reason
+        return GuardReport(breached=fails, compared=False, missing=missing, reason=reason, **numbers)
     reasons = []
     allowed = min(live.errors / live.requests + limits.max_error_rate_increase, 1.0)
     if _is_above(new.errors, new.requests, allowed):

@@ -365,7 +365,7 @@ class FleetState:
             totals, live_answers = BakeTally().totals(rollout, view.nodes), rollout.step == Step.CANARY
             guards = compare(*totals, rollout.guards, live_answers=live_answers)
             if guards.missing:
-                missing = f"{guards.missing} of {rollout.guards.min_requests} requests to version {rollout.to_version}"
+                missing = f"{guards.missing} of {rollout.guards.min_requests} requests to each version"
                 waiting_for.append(f"{missing}, until the bake has lasted {rollout.longest_bake_s:g} s")
         states = ["done" if index <= rollout.step_index else "pending" for index in range(len(rollout.steps))]
         if rollout.active:

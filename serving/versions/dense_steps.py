@@ -27,8 +27,8 @@ from shard_node.generation import Generations
 
 logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 5.0
-"""Between two looks whether the stream still has the delta of the step in use: an entry of format 1 has up to 4 MiB."""
+CHECK_EVERY_S: Final = 5.0
+"""Between two checks whether the stream still has the delta of the step in use: an entry of format 1 has up to 4 MiB."""
 READ_FOR_S: Final = 30.0
 """A step whose file can't be read is tried for so long: a shared file system may show it later."""
 
@@ -69,7 +69,7 @@ class DenseSteps:
         # Steps whose files could not be read, and until when that is tried again, seconds of the clock.
         self._unread: dict[tuple[str, int], tuple[DenseStep, float]] = {}
         self._fleet, self._store, self._metrics, self._clock, self._wait_s = fleet, store, metrics, clock, wait_s
-        self._looked_at, self._looks = -math.inf, False
+        self._checked_at, self._is_check_due = -math.inf, False
 
     async def update(self, served: LoadedVersion) -> None:
         """Offer a version the newest step, if it has an older one. Raises RegistryError.
@@ -153,8 +153,8 @@ class DenseSteps:
         for known in (self.refused, self._unread):
             for gone in known.keys() - served:
                 del known[gone]
-        self._looks = (now := self._clock()) - self._looked_at >= LOOK_S
-        self._looked_at = now if self._looks else self._looked_at
+        self._is_check_due = (now := self._clock()) - self._checked_at >= CHECK_EVERY_S
+        self._checked_at = now if self._is_check_due else self._checked_at
         # All versions go back before the registry, which may be unreachable, is needed.
         for work in (self._go_back, self.update):
             for key in served:
@@ -184,7 +184,7 @@ class DenseSteps:
 
     async def _lost(self, served: LoadedVersion) -> str:
         """Return, now and then, why the step in use must not answer whatever delta rows have; "" if it may."""
-        if served.dense_record is not None and self._looks:
+        if served.dense_record is not None and self._is_check_due:
             try:
                 await self._check_delta(served.dense_record)
             except DeltaError as error:

@@ -1,4 +1,4 @@
-"""Runs a whole fleet in one thread on simulated time, and breaks it as a seed says. `python -m tests.simulation --help`.
+"""Runs a whole fleet in one thread on simulated time, and breaks it as a seed says: `python -m tests.simulation`.
 
 The classes are the real ones: coordinators, agents, followers, publishers, generations, routers' choice of replicas,
 the wire, guards. What is passed in is simulated: clocks, the event loop with its executor and network, the registry,

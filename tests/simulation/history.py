@@ -18,7 +18,7 @@ from loader.registry.registry import StreamEntry
 from tests.simulation.model import NUM_ROWS, SCALE, VERSIONS, Code, decode, row_bits
 
 
-class Violation(Exception):
+class ViolationError(Exception):
     """A rule is broken; `rule` is its name."""
 
     def __init__(self, rule: str, text: str) -> None:
@@ -36,6 +36,7 @@ class Attempt:
     numbers: set[int] = field(default_factory=set)
     acknowledged: set[int] = field(default_factory=set)
     is_told_lost: bool = False
+    has_died: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class History:
             if attempt.acknowledged & set(numbers) or attempt.numbers & set(numbers):
                 attempt.is_told_lost = attempt.is_told_lost or attempt.by == by
 
+    def died(self, name: str) -> None:
+        """Note that a trainer is gone, with what it remembered."""
+        for attempt in self.attempts.values():
+            attempt.has_died = attempt.has_died or attempt.by == name
+
     def written(self, entry: StreamEntry, rows: bytes) -> None:
         """Note an entry that was written to a stream."""
         for number, _, stamps in entries_of({entry.sequence: (entry.payload, rows)}):
@@ -107,20 +113,20 @@ class History:
         self.required[version, step] = sequence, bytes.fromhex(digest), required
 
     def judge(self, answer: dict[str, Any], rows: list[int], digests: set[bytes]) -> None:
-        """Judge an answer to these rows; `digests` are of the entries that its stream has now. Raises Violation."""
+        """Judge an answer to these rows; `digests` are of the entries of its stream. Raises ViolationError."""
         version, self.num_answers = answer["version"], self.num_answers + 1
         known = VERSIONS[version]
         codes = [decode(score) for score in answer["scores"]]
         if len(codes) != len(rows):
-            raise Violation("mixed", f"{len(codes)} scores of {len(rows)} rows")
+            raise ViolationError("mixed", f"{len(codes)} scores of {len(rows)} rows")
         if known.is_broken:
-            raise Violation("refused version answers", f"version {version} has wrong golden scores")
+            raise ViolationError("refused version answers", f"version {version} has wrong golden scores")
         bits = row_bits(version, np.array(rows)).tolist()
         for row, code, expected in zip(rows, codes, bits, strict=True):
             self._judge_row(version, row, code, expected)
         steps = {code.dense_step for code in codes}
         if len(steps) > 1:
-            raise Violation("mixed", f"dense steps {sorted(steps)} in one answer of version {version}")
+            raise ViolationError("mixed", f"dense steps {sorted(steps)} in one answer of version {version}")
         (step,) = steps
         if step:
             self._judge_step(version, step, dict(zip(rows, codes, strict=True)), digests)
@@ -129,15 +135,15 @@ class History:
         base = VERSIONS[version].base
         where = f"version {version}, row {row}: {code}"
         if code.dense_version != version or (code.stamp == 0 and code.row_version != version) or code.row != bits:
-            raise Violation("mixed", where)
+            raise ViolationError("mixed", where)
         if code.stamp:
             attempt = self.attempts.get(code.stamp)
             if attempt is None or row not in attempt.rows or code.row_version != base or attempt.base != base:
-                raise Violation("rows of another stream", f"{where}, {attempt}")
+                raise ViolationError("rows of another stream", f"{where}, {attempt}")
 
     def _judge_step(self, version: int, step: int, codes: dict[int, Code], digests: set[bytes]) -> None:
         if (version, step) not in self.required:
-            raise Violation("dense step", f"version {version} answers with step {step}, which was not published")
+            raise ViolationError("dense step", f"version {version} answers with step {step}, which was not published")
         sequence, digest, required = self.required[version, step]
         if digest and digest not in digests:
             return  # that delta is lost, which is noticed within seconds
@@ -147,7 +153,7 @@ class History:
                 continue
             there = self.attempts[code.stamp].numbers if code.stamp else set()
             if max(there, default=0) < needed.number:
-                raise Violation(
+                raise ViolationError(
                     "dense step over older rows",
                     f"version {version}, step {step} needs delta {sequence}: row {row} has stamp {code.stamp} of "
                     f"{sorted(there)}, needed is {needed}",
@@ -163,15 +169,16 @@ class History:
         return stamps
 
     def check_promises(self, streams: dict[int, dict[int, Any]], *, may_be_lost: bool) -> None:
-        """Check that what was acknowledged is in its stream, or was told to be lost. Raises Violation."""
+        """Check that what was acknowledged is in its stream, or was told to be lost. Raises ViolationError."""
         for stamp, attempt in self.attempts.items():
-            if not attempt.acknowledged or (attempt.is_told_lost and may_be_lost):
+            # Whom a loss could be told may be gone.
+            if not attempt.acknowledged or ((attempt.is_told_lost or attempt.has_died) and may_be_lost):
                 continue
             there = {
                 number for number, _, stamps in entries_of(streams.get(attempt.base, {})) if stamp in stamps.values()
             }
             if not there:
-                raise Violation(
+                raise ViolationError(
                     "acknowledged delta is lost",
                     f"stamp {stamp} of {attempt.by}, acknowledged as {attempt.acknowledged}",
                 )

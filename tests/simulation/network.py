@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 from collections.abc import Callable, Coroutine
 from random import Random
@@ -46,7 +47,7 @@ class Network:
     async def call(self, source: str, target: str, work: Callable[[], Any]) -> Any:
         """Have `work` done at the target, and return or raise what it does. Raises ConnectionError if no answer comes.
 
-        Then it may have been done. Now and then it is done twice, and one of the answers is taken.
+        Then it may have been done. Now and then it is done twice, and the first answer is taken.
         """
         random = self._random
         lost = random.random() < self.loss
@@ -58,7 +59,8 @@ class Network:
         if isinstance(answer, Coroutine):
             answer = await answer
         elif self.duplicates and random.random() < self.duplicates:
-            answer = work()
+            with contextlib.suppress(Exception):
+                work()
         if not self.reaches(target, source) or lost:
             await asyncio.sleep(random.uniform(0.05, 1.0))
             raise ConnectionError(f"{target} does not answer")

@@ -122,8 +122,11 @@ class Keyspace:
         there, entry = self._stream(stream), StreamEntry(sequence, payload)
         if there.is_there(entry, by):
             return
-        if there.has_commits or (there.last and sequence != there.last + 1):
-            raise StreamSequenceError(f"stream {stream} ends with {there.last}: not {sequence}")
+        if there.has_commits:
+            raise StreamSequenceError(f"stream {stream} ends with {there.last}: format 1 is over")
+        if there.last and sequence != there.last + 1:
+            follows = f"{sequence} was to follow {sequence - 1}"
+            raise StreamSequenceError(f"stream {stream} ends with {there.last}: {follows}")
         there.add(entry, b"")
 
     def commit(
@@ -134,7 +137,8 @@ class Keyspace:
             return
         last = there.entries.get(there.last, (b"",))[0]
         if there.last != expected.sequence or (expected.payload and last != expected.payload):
-            raise StreamSequenceError(f"stream {stream} ends with {there.last}: not {expected.sequence}")
+            follows = f"{entry.sequence} was to follow {expected.sequence}"
+            raise StreamSequenceError(f"stream {stream} ends with {there.last}: {follows}")
         there.has_commits = True
         there.add(entry, rows)
 
@@ -188,7 +192,7 @@ class RegistryServer:
         self._loop, self._random, self._on_write = loop, random, on_write
         self.lag_s = 0.0
         self.has_replica = True
-        self.is_up = True
+        self.is_up = self.is_synced = True
         self.primary, self.replica = Keyspace(), Keyspace()
         self._log: list[tuple[str, tuple[Any, ...], float]] = []
         self._replicated = 0
@@ -229,11 +233,13 @@ class RegistryServer:
         for name, arguments, now in self._log[self._replicated : until]:
             with contextlib.suppress(RegistryConflictError, StreamSequenceError, PublisherSupersededError):
                 getattr(replica, name)(now, *arguments)
-        self._replicated = max(self._replicated, until)
+        self._replicated, self.is_synced = max(self._replicated, until), True
 
     def fail_over(self) -> int:
         """Go on with what the replica has; return how many writes are lost. A new replica copies everything."""
-        lost = len(self._log) - self._replicated
+        if not self.is_synced:
+            return 0  # no replica may take over yet
+        lost, self.is_synced = len(self._log) - self._replicated, False
         self.primary = self.replica
         self.replica = Keyspace()
         self._log, self._replicated = self._log[: self._replicated], 0

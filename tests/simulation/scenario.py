@@ -43,10 +43,6 @@ class Scenario:
     skews_s: tuple[float, ...] = ()
     events: tuple[Event, ...] = ()
 
-    def without(self, index: int) -> Scenario:
-        """Return it without one event."""
-        return replace(self, events=self.events[:index] + self.events[index + 1 :])
-
     def processes(self) -> list[str]:
         """Return the names of all processes."""
         nodes = [f"shard-{shard}-{one}" for shard in range(self.num_shards) for one in range(self.replicas)]

@@ -24,13 +24,13 @@ from tests.simulation.fleet import (
     ServingProcess,
     ShardProcess,
 )
-from tests.simulation.history import History, Violation, entries_of
-from tests.simulation.loop import PROCESS, SimulatedLoop, StuckError
+from tests.simulation.history import History, ViolationError, entries_of
+from tests.simulation.loop import PROCESS, SimulatedLoop
 from tests.simulation.model import MAX_STAMP, MAX_STEP, MODEL, NUM_ROWS, SCALE, VERSIONS, snapshots
 from tests.simulation.network import Network
 from tests.simulation.processes import Clocks, Process
 from tests.simulation.registry import CrashableFiles, FilesRegistry, RegistryClient, RegistryServer
-from tests.simulation.scenario import FAULTS_UNTIL_S, Event, Scenario
+from tests.simulation.scenario import Event, Scenario
 
 SETTLE_S = 150.0
 """After the last fault everything must have settled."""
@@ -75,7 +75,7 @@ class World:
         self._bake: tuple[float, dict[int, int]] | None = None
         self._counted: dict[int, int] = {}
         self._named: tuple[int, ...] = ()
-        self._broken: Violation | None = None
+        self._broken: ViolationError | None = None
         self._ways: dict[str, float] = {}
         self._numbers = 0
 
@@ -146,7 +146,7 @@ class World:
                 self.history.written(arguments[1], arguments[2])
             elif name == "append":
                 self.history.written(StreamEntry(arguments[1], arguments[2]), b"")
-        except Violation as violation:
+        except ViolationError as violation:
             self._broken = self._broken or violation
 
     def _rollout_written(self, rollout: Rollout) -> None:
@@ -175,19 +175,19 @@ class World:
         began, counted = self._bake
         lasted = self.loop.now - began
         if after.state == "running" and lasted < 0.95 * before.bake_s:
-            raise Violation("bake ended early", f"after {lasted:.2f} of {before.bake_s} s")
+            raise ViolationError("bake ended early", f"after {lasted:.2f} of {before.bake_s} s")
         answered = self.history.answers_of[before.to_version] - counted.get(before.to_version, 0)
         if after.state == "running" and answered < before.guards.min_requests:
-            raise Violation("bake ended early", f"after {answered} of {before.guards.min_requests} requests")
+            raise ViolationError("bake ended early", f"after {answered} of {before.guards.min_requests} requests")
         self._bake = None
 
     def _check_outcome(self, rollout: Rollout) -> None:
         version, reason = VERSIONS[rollout.to_version], rollout.reason
         is_right = not version.is_broken and not version.is_worse
         if is_right and rollout.outcome == "refused":
-            raise Violation("sound version refused", f"version {version.number}: {reason}")
+            raise ViolationError("sound version refused", f"version {version.number}: {reason}")
         if is_right and "deviations off" in reason:
-            raise Violation("sound version rolled back", f"version {version.number}: {reason}")
+            raise ViolationError("sound version rolled back", f"version {version.number}: {reason}")
 
     # What happens.
 
@@ -211,6 +211,7 @@ class World:
             process.is_running = False
             self._graveyard.append(process)
             self.network.closed(process)
+            self.history.died(name)
 
     def restart(self, name: str) -> None:
         """Start what was killed."""
@@ -224,13 +225,15 @@ class World:
         if kind in ("rollout", "abort", "roll_back"):
             await self._operate(kind, what)
             return
-        self._unhealed += 1
+        # With a replica that is left, the others change nothing for a client.
+        is_in_the_way = kind in ("crash", "partition", "failover", "power")
+        self._unhealed += is_in_the_way
         heal = self._break(kind, what)
         await asyncio.sleep(event.lasts_s)
         for each in heal:
             each()
-        self._unhealed -= 1
-        self._last_fault_s = self.loop.now
+        self._unhealed -= is_in_the_way
+        self._last_fault_s = self.loop.now if is_in_the_way else self._last_fault_s
 
     def _break(self, kind: str, what: tuple[Any, ...]) -> list[Callable[[], Any]]:
         """Do what a fault does; return what ends it."""
@@ -355,11 +358,14 @@ class World:
         if version is None and was_steady is not None and self._steady_since() is not None:
             since = self._steady_since() or 0.0
             if began - since >= STEADY_S:
-                self._broken = self._broken or Violation("request fails", "; ".join(failures))
+                self._broken = self._broken or ViolationError("request fails", "; ".join(failures))
 
-    def _answered(self, named: int | None, answering: asyncio.Task[Any]) -> None:
-        if named is None and not answering.cancelled() and answering.exception() is None:
-            self.history.answers_of[answering.result()["version"]] += 1
+    def _answered(self, process: ServingProcess, named: int | None, answering: asyncio.Task[Any]) -> None:
+        """Count what guards count: answers, and what is the server's fault."""
+        if named is None and not answering.cancelled():
+            is_fault = answering.exception() is not None
+            version = process.service.live(MODEL) if is_fault else answering.result()["version"]
+            self.history.answers_of[version or 0] += 1
 
     async def _serve(self, name: str, body: bytes, named: int | None) -> Any:
         process = self.processes[name]
@@ -368,7 +374,7 @@ class World:
         assert isinstance(process, ServingProcess)
         desired = process.member.agent.desired.get(MODEL)
         answering = process.start(process.ask(body))
-        answering.add_done_callback(partial(self._answered, named))
+        answering.add_done_callback(partial(self._answered, process, named))
         while not answering.done():
             await asyncio.wait([answering], timeout=0.5)
             if not process.is_running:
@@ -382,10 +388,10 @@ class World:
         try:
             self.history.judge(answer, rows, digests)
             if named is not None and version != named:
-                raise Violation("another version than named", f"{version} answers, {named} was named")
+                raise ViolationError("another version than named", f"{version} answers, {named} was named")
             if named is None and not any(one is not None and version in one.named() for one in desired):
-                raise Violation("undone version answers", f"{name} answers with {version}, it knows {desired[-1]}")
-        except Violation as violation:
+                raise ViolationError("undone version answers", f"{name} answers with {version}, it knows {desired[-1]}")
+        except ViolationError as violation:
             self._broken = self._broken or violation
 
     # Whether requests must be answered.
@@ -428,12 +434,12 @@ class World:
         for context in self.loop.failures:
             error = context.get("exception")
             if error is not None and not isinstance(error, ShardrankError | OSError | asyncio.CancelledError):
-                raise Violation("unforeseen error", f"{context.get('message')}: {error!r}")
+                raise ViolationError("unforeseen error", f"{context.get('message')}: {error!r}")
 
     # The run.
 
     async def main(self) -> None:
-        """Run all of it. Raises Violation."""
+        """Run all of it. Raises ViolationError."""
         scenario = self.scenario
         await self._begin()
         for name in scenario.processes():
@@ -478,7 +484,7 @@ class World:
         until, lags = self.loop.now + SETTLE_S, ["nothing was looked at"]
         while lags:
             if self.loop.now >= until:
-                raise Violation("not settled", "; ".join(lags))
+                raise ViolationError("not settled", "; ".join(lags))
             await self._watch(clients, asyncio.sleep(1.0))
             lags = self.lags()
 
@@ -508,9 +514,9 @@ class World:
         wanted = self.wanted()
         assert wanted is not None
         if lags := self.lags():
-            raise Violation("not settled", "; ".join(lags))
+            raise ViolationError("not settled", "; ".join(lags))
         if wanted.live is not None and VERSIONS[wanted.live].is_worse:
-            raise Violation("worse version is live", f"version {wanted.live}")
+            raise ViolationError("worse version is live", f"version {wanted.live}")
         streams = {base: self.stream(base) for base in {version.base for version in VERSIONS.values()}}
         self.history.check_promises(streams, may_be_lost=not self.scenario.min_replicas)
         for version in wanted.follow:
@@ -521,35 +527,15 @@ class World:
     def _check_rows(self, node: ShardProcess, version: int, expected: dict[int, int]) -> None:
         rows = node.rows(version)
         if rows is None:
-            raise Violation("not settled", f"{node.name} has no version {version}")
+            raise ViolationError("not settled", f"{node.name} has no version {version}")
         for row, value in rows.items():
             stamp = round(value / SCALE) >> 9 & 255
             if stamp != expected[row]:
                 says = f"{node.name} has stamp {stamp} in row {row} of version {version}, not {expected[row]}"
-                raise Violation("replicas differ from the stream", says)
+                raise ViolationError("replicas differ from the stream", says)
 
 
-def run(scenario: Scenario, *, verbose: bool = False) -> tuple[World, Violation | None]:
-    """Run a scenario. Return what happened, and the rule that was broken, if one was."""
-    world = World(scenario, verbose=verbose)
-    handler = _TraceHandler(world)
-    logging.disable(logging.NOTSET if verbose else logging.CRITICAL)
-    if verbose:
-        logging.getLogger().addHandler(handler)
-        logging.getLogger().setLevel(logging.INFO)
-    try:
-        world.loop.run(world.main())
-    except Violation as violation:
-        return world, violation
-    except StuckError as error:
-        return world, Violation("stuck", str(error))
-    finally:
-        logging.disable(logging.NOTSET)
-        logging.getLogger().removeHandler(handler)
-    return world, None
-
-
-class _TraceHandler(logging.Handler):
+class TraceHandler(logging.Handler):
     """Adds what processes log to the trace."""
 
     def __init__(self, world: World) -> None:
@@ -559,6 +545,3 @@ class _TraceHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         process = PROCESS.get()
         self._world.note("" if process is None else process.name, f"[{record.levelname}] {record.getMessage()}")
-
-
-_ = FAULTS_UNTIL_S

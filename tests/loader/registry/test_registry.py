@@ -24,6 +24,7 @@ from loader.registry.directory import DirectoryRegistry
 from loader.registry.memory import MemoryRegistry
 from loader.registry.registry import MAX_VALUE_BYTES, Publisher, StreamBounds, StreamEntry
 from shardrank_testing.registries import every_call, with_open
+from tests.simulation.registry import Keyspace, RegistryClient
 
 WAIT_S = 60.0
 KEYS = ("a", "a/b", "a/c", "b")
@@ -236,7 +237,7 @@ class Model:
         assert await self.registry.bounds(stream) == expected
 
     async def reopen(self):
-        if isinstance(self.registry, MemoryRegistry):
+        if isinstance(self.registry, MemoryRegistry | SimulatedRegistry):
             return
         url = self.registry.url
         await self.registry.close()
@@ -274,6 +275,24 @@ def test_any_sequence_of_calls_answers_as_a_dict_and_a_list(new_url, calls, firs
 @ANY_CALLS
 def test_any_sequence_of_calls_is_answered_in_memory(calls, first_sequence):
     asyncio.run(play(MemoryRegistry("memory"), calls, first_sequence))
+
+
+class SimulatedRegistry(RegistryClient):
+    """The simulation's registry, without its network."""
+
+    def __init__(self):
+        self._keyspace, self.url, self.name = Keyspace(), "simulated", "simulated"
+
+    async def _do(self, name, *arguments):
+        return getattr(self._keyspace, name)(time.time(), *arguments)
+
+
+@example(calls=OVER_A_BLOCKS_END, first_sequence=250)
+@example(calls=COMMITS_AFTER_APPENDS, first_sequence=254)
+@example(calls=EVERY_REFUSAL_OF_KEYS, first_sequence=1)
+@ANY_CALLS
+def test_any_sequence_of_calls_is_answered_by_the_registry_of_the_simulation(calls, first_sequence):
+    asyncio.run(play(SimulatedRegistry(), calls, first_sequence))
 
 
 BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a b", "ä", "a\n", "a=", "a~", "a" * 201, "a/" * 300 + "a"]

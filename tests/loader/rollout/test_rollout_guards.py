@@ -39,13 +39,22 @@ def test_a_breach_is_rarer_by_chance_than_once_in_ten_thousand_times(trials, all
 
 
 def test_with_too_few_requests_nothing_is_compared():
-    for live, new in [(stats(49), stats(1000, errors=1000)), (stats(1000), stats(49, errors=49))]:
+    for live, new in [(stats(49), stats(1000, score=5.0)), (stats(1000), stats(49, errors=49))]:
         verdict = compare(live, new, LIMITS)
-        assert (verdict.breached, verdict.compared) == (False, False)
-        assert verdict.missing == max(0, 50 - new.requests)
+        assert (verdict.breached, verdict.compared, verdict.missing) == (False, False, 1)
+        # After a flip the old version answers no more: its requests are not waited for.
+        flipped = compare(live, new, LIMITS, live_answers=False)
+        assert flipped == verdict.model_copy(update={"missing": max(0, 50 - new.requests)})
         assert compare(live, new, GuardLimits(min_requests=0)) == verdict.model_copy(update={"missing": 0})
         assert "too little traffic to compare: 50 requests of each version are needed" in verdict.text()
         assert f"live: {live.requests} requests" in verdict.text()
+
+
+def test_errors_are_too_many_also_where_the_live_version_has_too_few_requests():
+    verdict = compare(stats(49), stats(1000, errors=40), LIMITS)
+    assert (verdict.breached, verdict.compared) == (True, False)
+    assert verdict.reason.startswith("error rate 4.00%, and too little traffic to compare")
+    assert not compare(stats(49), stats(1000, errors=10), LIMITS).breached
 
 
 @pytest.mark.parametrize(

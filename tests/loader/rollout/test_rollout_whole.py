@@ -181,17 +181,18 @@ async def test_a_good_canary_passes_after_its_bake_and_not_before(fleet):
 
 
 @pytest.mark.parametrize(("answered", "state", "version"), [(50, "done", NEW), (49, "rolled_back", OLD)])
-async def test_a_bake_waits_for_min_requests_or_is_undone(fleet, answered, state, version):
-    """The new version's share must answer that many in time; the status says how many are missing."""
+@pytest.mark.parametrize(("few", "other"), [(NEW, OLD), (OLD, NEW)])
+async def test_a_bake_waits_for_min_requests_or_is_undone(fleet, few, other, answered, state, version):
+    """Both versions must answer that many in time, or nothing is compared; the status says how many are missing."""
     await fleet.begin(1, 2, 1)
     await fleet.start(canary_share=0.1, bake_s=3.0, guards=GuardLimits())
     began = (await fleet.until_bake()).bake_began_at
-    fleet.node("serve-0").stats = {OLD: stats(1000), NEW: stats(49)}
+    fleet.node("serve-0").stats = {other: stats(1000), few: stats(49)}
     await fleet.round(times=20)
     status = (await read_fleet(fleet.fleet)).status(MODEL)
     assert (status.step, status.guards.missing) == ("canary", 1)
-    assert status.waiting_for == ("1 of 50 requests to version 2, until the bake has lasted 30 s",)
-    fleet.node("serve-0").stats[NEW] = stats(answered)
+    assert status.waiting_for == ("1 of 50 requests to each version, until the bake has lasted 30 s",)
+    fleet.node("serve-0").stats[few] = stats(answered)
     ended = await fleet.ends(state, version)
     assert (fleet.clock.now - began >= 30.0) == (state == "rolled_back")
     assert ("guard: min_requests is 50, 1 are missing after 30 s" in ended.reason) == (state == "rolled_back")

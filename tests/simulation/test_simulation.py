@@ -1,0 +1,68 @@
+"""The fleet on simulated time keeps its rules on a fresh range of seeds each day, and finds faults put back into it."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MUTANTS = sorted((Path(__file__).parent / "mutants").glob("*.patch"))
+MAX_SEEDS = 2000
+
+
+def simulate(arguments: str, folder: Path = ROOT, limit_s: float = 600.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.simulation", *arguments.split()]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s, check=False)
+
+
+@pytest.mark.timeout(600)
+def test_every_rule_holds_on_the_seeds_of_the_day():
+    """As many as 45 s take, and at least 200; what is printed replays the one that fails."""
+    first = datetime.date.today().toordinal() * 100_000
+    ran = simulate(f"--seeds 100000 --first {first} --minutes 0.75 --at-least 200")
+    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+    assert int(ran.stdout.split()[0]) >= 200
+
+
+def test_a_seed_is_replayed_exactly():
+    ran = simulate("--seeds 3 --first 11 --twice --shrink-s 0")
+    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(20_000)
+def test_every_rule_holds_on_a_hundred_thousand_seeds():
+    ran = simulate("--seeds 100000 --minutes 300", limit_s=19_000)
+    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+
+
+def checkout_with(patch: Path, folder: Path) -> Path:
+    """Copy what the simulation imports, and put a fault into it."""
+    for name in ("loader", "shard_node", "router", "serving", "tests/simulation"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    applied = subprocess.run(["git", "apply", str(patch)], cwd=folder, capture_output=True, text=True, check=False)
+    assert applied.returncode == 0, f"{patch.name} is of another release: {applied.stderr}"
+    return folder
+
+
+@pytest.mark.parametrize("patch", MUTANTS, ids=lambda patch: patch.stem)
+def test_faults_to_be_found_are_of_this_code(patch):
+    checked = subprocess.run(
+        ["git", "apply", "--check", str(patch)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("patch", MUTANTS, ids=lambda patch: patch.stem)
+def test_each_fault_is_found(tmp_path, patch):
+    ran = simulate(f"--seeds {MAX_SEEDS} --shrink-s 0", checkout_with(patch, tmp_path), 3900)
+    assert ran.returncode == 1, ran.stderr[-2000:]
+    assert re.match(r"\d+ seeds, one of which breaks a rule", ran.stdout)
