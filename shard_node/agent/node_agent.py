@@ -165,12 +165,13 @@ class NodeActions:
         card_set: CardSet | None = None,
         store: Store | None = None,
         following: FollowerConfig = DEFAULT_CONFIG,
+        memory: RowMemory | None = None,
     ) -> None:
         self._node = node
         self._fleet = fleet
         self._plan_of = plan_of
         self._config = config
-        self._memory = RowMemory(config.memory_cap_bytes)
+        self._memory = memory or RowMemory(config.memory_cap_bytes)
         self._card_set = card_set
         self._store = store or open_store(config.store)
         self._followers = Followers(fleet, node.wall_clock, following)

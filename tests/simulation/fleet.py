@@ -46,6 +46,7 @@ from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
 from shard_node.agent.version_loading import StagingConfig
 from shard_node.bags import KeyedBags
 from shard_node.buckets import NodeIdentity, Partition
+from shard_node.engine.memory import RowMemory
 from shard_node.node import ShardNode
 from shard_node.wire.server import NodeServer
 from tests.simulation.model import DIM, MODEL, NUM_ROWS, VERSIONS, dense_weights, model_spec, row_values
@@ -221,11 +222,12 @@ class ShardProcess(Process):
             store=world.store_path,
             replicate_bytes=0,
             verify=False,
-            memory_cap_bytes=world.memory_versions * VERSION_BYTES,
             stage_cpu_share=1.0,
         )
         store = world.stores[name]
-        self.actions = NodeActions(self.node, self.fleet, self._plan_of, config, store=store, following=FOLLOWER)
+        memory = RowMemory(world.memory_versions * VERSION_BYTES, lambda: 1 << 40)
+        options: dict[str, Any] = {"store": store, "following": FOLLOWER, "memory": memory}
+        self.actions = NodeActions(self.node, self.fleet, self._plan_of, config, **options)
         random = Random(world.random.random())
         self.agent = Agent(self.fleet, self.actions, AGENT, self.clocks.monotonic, random=random)
         self.start(self._main())
