@@ -73,7 +73,9 @@ async def test_a_node_stages_and_retires_what_is_desired(under):
     assert (record.kind, record.shard_index, record.num_shards, record.delta_format) == ("shard", 0, 1, 2)
     assert 0 < record.memory_available_bytes <= record.memory_total_bytes
     await under.want("films", hold=(2, 9))
-    assert (await under.announced("films", 9, "refused")).reason.startswith("SnapshotNotFoundError: ")
+    while not (report := await under.announced("films", 9, "waiting")).reason:
+        pass
+    assert "version 9 of 'films' is not published" in report.reason
 
 
 SIZE = sum(table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes for table in make_spec().tables)
@@ -170,7 +172,7 @@ async def test_a_followed_version_is_staged_with_its_deltas(under, lost, caplog)
 
 
 async def test_readiness_is_of_the_live_version_with_its_deltas(under):
-    """Neither a version that is staged nor one that is refused changes it, unless it takes the live one's place."""
+    """Neither a version that is staged nor one that waits changes it, unless it takes the live one's place."""
 
     def missing() -> str:
         return under.actions.problems(under.agent).get("films", "")
@@ -197,9 +199,9 @@ async def test_readiness_is_of_the_live_version_with_its_deltas(under):
     await under.want("films", hold=(1, 2))
     assert await seen_until(2, "ready") <= {""}
     await under.want("films", hold=(1, 2, 9))
-    assert await seen_until(9, "refused") <= {""}
+    assert await seen_until(9, "waiting") <= {""}
     await under.want("films", live=9)
-    await until(lambda: missing().startswith("version 9 is refused SnapshotNotFoundError: "))
+    await until(lambda: missing().startswith("version 9 is waiting UnavailableError: "))
     await under.want("films", live=1, hold=(1,), node_hold={"node": (3,)})
     await under.publish(3)
     assert any(each.startswith("version 3 is ") for each in await seen_until(3, "ready"))
