@@ -300,6 +300,9 @@ class GreyDrillConfig(UpdatingDrillConfig):
     """
 
     registry: Literal["redis"] = "redis"
+    shards: int = 2
+    replicas: int = 2
+    workers: int = 2
     rate: Rate = 50.0
     updates: float = 20.0
     seed: int = 0

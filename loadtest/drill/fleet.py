@@ -397,8 +397,8 @@ async def oracle_fleet(
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
         local = await stack.enter_async_context(starting)
         server = Server(local.ports.http_port, local.ports.grpc_port, ())
-        asked = [Server(of["http_port"], of["grpc_port"], ()) for of in processes.values() if "http_port" in of]
-        load = await stack.enter_async_context(running_load(config, asked or server, folder / "answers.npy"))
+        single = [Server(of["http_port"], of["grpc_port"], ()) for of in processes.values() if "http_port" in of]
+        load = await stack.enter_async_context(running_load(config, single or server, folder / "answers.npy"))
         await asyncio.sleep(WARMUP_S)
         yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_child)
 

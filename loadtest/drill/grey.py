@@ -18,6 +18,7 @@ from loader.errors import ShardrankError
 from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import Fault, GreyDrillConfig, Judged, Limit, Report
+from loadtest.drill.crash import GIVE_UP_S, MAX_RECOVERY_S, PREFIXES
 from loadtest.drill.fleet import OracleFleet, TimeSpan, count_kinds, free_port, oracle_fleet, overlaps, polled
 from loadtest.drill.oracle import oracle_spec
 from loadtest.drill.proxy import TcpProxy, tcp_proxy
@@ -26,18 +27,15 @@ from loadtest.errors import LoadError
 from loadtest.load.result import OK, Rows, percentiles
 from loadtest.servers import HOST
 
-MAX_RECOVERY_S: Final = 10.0
-GIVE_UP_S: Final = 4 * MAX_RECOVERY_S
 DELAY_S: Final = 0.2
-DISK_MB: Final = 64
+DISK_MB: Final = 128
 NODE_VERSIONS: Final = 2
 """A shard node has memory for the rows of all shards of so many versions,"""
-LARGER: Final = 16
+LARGER: Final = 8
 """and none for a version with so many times the users."""
 BEHIND_PROXY, MAPPED = "shard-0-1", "shard-1-1"
 MAPPED_GB: Final = 0.0015
 """Memory of `MAPPED`, whose rows stay in the snapshot's files, for pages that deltas change."""
-PREFIXES: Final = {"stop-shard-node": "shard-", "stop-serving": "serve-", "stop-coordinator": "coordinator"}
 DISKS: Final = {"full-store": "store", "full-redis": "redis", "full-recordings": "recordings"}
 OF_SHARD_NODES: Final = ("stop-shard-node", "lose-requests", "lose-replies", "delay", "memory-version", "memory-deltas")
 REFUSING: Final = ("full-store", "memory-version", "memory-deltas")
@@ -82,15 +80,16 @@ async def _run_case(
         await asyncio.sleep(begin + config.seconds - time.monotonic())
     ended = time.monotonic()
     lag = await polled(fleet.lag, lambda reason: not reason, GIVE_UP_S)
-    settled_s = None if lag else time.monotonic() - ended
+    settled_s = time.monotonic() - ended
     if fault in REFUSING and not lag:
         try:
             await fleet.swap_to(await fleet.publish_next(differs_from=await fleet.live_version()))
         except ShardrankError as error:
             lag = str(error)
     await asyncio.sleep(ended + config.seconds - time.monotonic())
-    times = {"begin": begin, "ended": ended, "watched_until": ended + config.seconds, "settled_s": settled_s}
-    return {"fault": fault, "where": where, **times, "lag": lag, "refusal": refusal}
+    times = {"begin": begin, "ended": ended, "watched_until": ended + config.seconds}
+    settled = {"settled_s": None if lag else settled_s, "lag": lag, "refusal": refusal}
+    return {"fault": fault, "where": where, **times, **settled}
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +97,7 @@ async def placed(fleet: OracleFleet, proxy: TcpProxy, fault: Fault, number: int)
     """Have a fault while the block runs, of several processes in each in turn. Yields where it is."""
     if fault.startswith("stop-"):
         children = fleet.local.supervisor.children
-        names = [name for name in children if name.startswith(PREFIXES.get(fault, "-"))]
+        names = [name for name in children if name.startswith(PREFIXES.get(fault.removeprefix("stop-"), "-"))]
         child = children[names[number % len(names)]] if names else fleet.redis
         if child is None or (stopped := child.pid) is None:
             raise LoadError(f"{fault}: it does not run")
@@ -157,9 +156,10 @@ def small_disk(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def filled(folder: Path) -> Iterator[None]:
     """Leave no room on a folder's disk while the block runs."""
-    with (folder / "filler").open("wb") as file:
-        room = os.statvfs(folder)
-        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+    # What others write meanwhile may take the last bytes of it.
+    with (folder / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_LAYOUTS = 64
-REST_S = 1.0
+EJECTION_S = 1.0
 """For so long an address that failed comes after the others; then one request at a time tries it."""
 _TOO_MANY = 2**32
 
@@ -76,7 +76,7 @@ class RetryPolicy:
 @dataclass(slots=True, eq=False)
 class _Server:
     transport: Transport
-    rests_until: float = -math.inf
+    ejected_until: float = -math.inf
 
 
 class Requests:
@@ -269,13 +269,15 @@ class Requests:
         return UnavailableError(problem, kind="closed") if self._is_closed else None
 
     def _next_server(self) -> _Server:
-        """Return the next server that does not rest, or else the one whose rest ends first."""
+        """Return the next server that is not ejected, or else the one whose ejection ends first."""
         now, start = self._clock(), next(self._round) % len(self._servers)
         with self._lock:
-            server = min(self._servers[start:] + self._servers[:start], key=lambda server: max(server.rests_until, now))
-            if server.rests_until > -math.inf:
+            server = min(
+                self._servers[start:] + self._servers[:start], key=lambda server: max(server.ejected_until, now)
+            )
+            if server.ejected_until > -math.inf:
                 # Until it has answered, no other request needs to wait for it.
-                server.rests_until = now + REST_S
+                server.ejected_until = now + EJECTION_S
         return server
 
     def _ends(self, timeout_ms: int | None) -> float:
@@ -314,7 +316,7 @@ class Requests:
             attempt_s = remaining_s / 2 if may_follow else remaining_s
             try:
                 answer = await server.transport.send(method, request, attempt_s, headers or {})
-                server.rests_until = -math.inf
+                server.ejected_until = -math.inf
                 return answer
             except (ShardrankError, asyncio.CancelledError) as error:
                 task = asyncio.current_task() if self._on_loop else None
@@ -324,7 +326,7 @@ class Requests:
                 if not isinstance(error, retried):
                     raise
                 if not isinstance(error, OverloadedError):
-                    server.rests_until = self._clock() + REST_S
+                    server.ejected_until = self._clock() + EJECTION_S
                 attempt += 1
                 pause_s = self._random() * min(policy.backoff_ms * 2 ** (attempt - 1), policy.max_backoff_ms) / 1000
                 # After an overload without `retry-after`, a retry at the same server would only add to its load.
