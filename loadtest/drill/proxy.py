@@ -61,30 +61,25 @@ class Direction:
 
 @dataclass(eq=False)
 class TcpProxy:
-    """Passes `requests` of clients to a server, and `replies` back. `connections` were made so far."""
+    """Passes `requests` of clients to a server, and `replies` back; of `connections` made so far `serving` are open."""
 
     connect: Connect
     requests: Direction = field(default_factory=Direction)
     replies: Direction = field(default_factory=Direction)
     port: int = 0
     connections: int = 0
-    _open: set[asyncio.Task[Any] | None] = field(default_factory=set)
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether a connection is open."""
-        return bool(self._open)
+    serving: set[asyncio.Task[Any] | None] = field(default_factory=set)
 
     def cut(self) -> None:
         """End all connections."""
-        for task in self._open:
+        for task in self.serving:
             assert task is not None
             task.cancel()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a client's connection until either side ends it."""
         self.connections += 1
-        self._open.add(asyncio.current_task())
+        self.serving.add(asyncio.current_task())
         writers = [writer]
         try:
             server_reader, server_writer = await self.connect()
@@ -100,7 +95,7 @@ class TcpProxy:
         finally:
             for opened in writers:
                 opened.close()
-            self._open.discard(asyncio.current_task())
+            self.serving.discard(asyncio.current_task())
 
 
 @contextlib.asynccontextmanager

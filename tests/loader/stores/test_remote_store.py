@@ -184,7 +184,7 @@ def test_a_killed_fetch_goes_on_with_the_files_it_lacks(remote: Remote, tmp_path
         process.wait()
     assert [path.name for path in remote.cached()] == [first.name]
     remote.proxy.replies.hold_after = None
-    wait_until(lambda: not remote.proxy.is_in_use, "what was on its way to the dead process to end")
+    wait_until(lambda: not remote.proxy.serving, "what was on its way to the dead process to end")
     remote.proxy.replies.passed_bytes = 0
     with remote.store().hold("small", 1) as held:
         assert files_of(held.path) == files_of(folder)

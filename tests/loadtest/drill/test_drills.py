@@ -78,10 +78,15 @@ def test_restart(tmp_path: Path):
 
 
 def test_grey(tmp_path: Path):
-    report = run(tmp_path, f"grey {SMALL}--fault stop-coordinator --fault lose-replies --times 1 --seconds 1")
+    """How much a busy machine sheds is not what is tested here."""
+    faults = "--fault stop-coordinator --fault lose-replies --times 1 --seconds 1"
+    report = run(tmp_path, f"grey {SMALL}--rate 20 {faults}", exit_codes=(0, 1))
     assert [report[key] for key in ("mixed", "wrong")] == [0, 0]
-    assert [result["where"] for result in report["results"]] == ["coordinator", "shard-0-1"]
-    assert min(fault["answers"] for fault in report["faults"].values()) > 50
+    assert [(result["where"], result["lag"]) for result in report["results"]] == [
+        ("coordinator", ""),
+        ("shard-0-1", ""),
+    ]
+    assert min(fault["answered_share"] for fault in report["faults"].values()) > 0.5
 
 
 def test_overload(tmp_path: Path):
@@ -110,9 +115,13 @@ def test_crash(tmp_path: Path):
 @pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="small disks are mounted")
 def test_grey_with_every_fault(tmp_path: Path):
-    report = run(tmp_path, f"grey {SMALL}--times 1")
+    report = run(tmp_path, f"grey {SMALL}--rate 20 --times 1", exit_codes=(0, 1))
     assert [report[key] for key in ("mixed", "wrong")] == [0, 0]
-    assert all(fault["settled_s_max"] < 10 for fault in report["faults"].values())
+    assert [result["lag"] for result in report["results"]] == [""] * 12
+    refusals = {result["fault"]: result["refusal"] for result in report["results"] if result["refusal"]}
+    assert "No space left on device" in refusals["full-store"]
+    assert "MemoryBudgetError" in refusals["memory-version"]
+    assert "no memory for the next delta" in refusals["memory-deltas"]
 
 
 @pytest.mark.nightly
