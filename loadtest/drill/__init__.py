@@ -10,12 +10,12 @@ import click
 
 from serving.cli import LazyGroup
 
-DRILLS = ("swap", "crash", "broken", "upgrade", "restart", "soak", "overload")
+DRILLS = ("swap", "crash", "broken", "upgrade", "restart", "soak", "grey", "overload")
 
 
 @click.group(cls=LazyGroup, modules=dict.fromkeys(DRILLS, "loadtest.drill.config"))
 def drill() -> None:
-    """Put a real fleet through swaps, crashes, broken snapshots, upgrades and restarts, or a server through overload.
+    """Put a real fleet through swaps, crashes, hangs, broken snapshots, upgrades, restarts, or a server under overload.
 
     In all but `overload` a fleet serves oracle models: every row has 1.0 in dimension 0 in version A and 1024.0 in
     version B, so a bag of n ids must answer exactly n or 1024 n, and its score tells which dense model made it. A load

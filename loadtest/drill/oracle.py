@@ -21,7 +21,8 @@ Odd versions are A, even ones B.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -40,6 +41,7 @@ from loadtest.drill.config import OracleShape
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
 from loadtest.servers import Server
 from loadtest.workloads.payloads import Payload
+from serving.client import AsyncClient, LookupResult, RankResult
 from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
 from shard_node.bags import Float32Array, Int64Array
 
@@ -267,10 +269,60 @@ def api_of(number: int) -> int:
     return API_PATTERN[number % len(API_PATTERN)]
 
 
-async def oracle_senders(shape: OracleShape, server: Server, http_connections: int) -> tuple[Sender, Sender]:
-    """Make the senders of the oracle's questions, over HTTP and over gRPC, with the judge of their answers."""
+def oracle_questions(shape: OracleShape) -> list[Question]:
+    """Return the questions of a load: request i asks number i modulo their count, over its API."""
     by_method = make_questions(oracle_spec(shape), QUESTIONS_EACH)
-    questions = [by_method[METHODS[api // 2]][number] for number in range(QUESTIONS_EACH) for api in API_PATTERN]
+    return [by_method[METHODS[api // 2]][number] for number in range(QUESTIONS_EACH) for api in API_PATTERN]
+
+
+def judge_result(question: Question, request: Outgoing, result: RankResult | LookupResult) -> Failure | None:
+    """Judge what a client has read, and note the version that it names."""
+    request.verdict = result.version
+    if isinstance(result, RankResult):
+        return judge(question, result.version, result.scores)
+    # Vectors that are missing are values too few, which is judged.
+    vectors: dict[str, Any] = {**dict.fromkeys(question.bags, ()), **result.embeddings}
+    return judge(question, result.version, np.concatenate([vectors[name] for name in question.bags], axis=None))
+
+
+class ClientSender:
+    """Asks the questions of a load by the Python client, with its retries, of the servers at some addresses."""
+
+    def __init__(self, shape: OracleShape, addresses: Sequence[str]) -> None:
+        self._model, self._questions, self._client = shape.model, oracle_questions(shape), AsyncClient(addresses)
+
+    async def open(self, within_s: float) -> None:
+        """Ask for the model's description."""
+        await self._client.describe(self._model, timeout_ms=int(1000 * within_s))
+
+    async def aclose(self) -> None:
+        """Close the client."""
+        await self._client.close()
+
+    async def ask(self, request: Outgoing) -> Failure | None:
+        """Ask a question. Returns why there is no right answer; None if there is."""
+        question, request.sent = self._questions[request.number % len(self._questions)], time.monotonic()
+        try:
+            if question.method == "rank":
+                sides = question.side("context"), question.side("candidate")
+                return judge_result(question, request, await self._client.rank(self._model, *sides))
+            return judge_result(question, request, await self._client.lookup(self._model, question.bags))
+        except ShardrankError as error:
+            return Failure(error.kind, str(error))
+        finally:
+            request.finished_at = time.monotonic()
+
+
+async def oracle_senders(
+    shape: OracleShape, server: Server | Sequence[Server], http_connections: int
+) -> Sequence[Sender | ClientSender]:
+    """Make the senders of the oracle's questions, over HTTP and over gRPC, with the judge of their answers.
+
+    Several servers are asked by the Python client; one is by senders that never repeat a request.
+    """
+    if not isinstance(server, Server):
+        return [ClientSender(shape, [each.target(api) for each in server]) for api in ("json", "grpc")]
+    questions = oracle_questions(shape)
     over_http, over_grpc = list[Payload](), list[Payload]()
     for question in questions:
         message: Any = lookup_request(question.bags, {})
@@ -285,18 +337,9 @@ async def oracle_senders(shape: OracleShape, server: Server, http_connections: i
     def check(request: Outgoing, body: bytes) -> Failure | None:
         question = questions[request.number % len(questions)]
         try:
-            if question.method == "rank":
-                ranked = read_rank(body)
-                request.verdict, values = ranked.version, ranked.scores
-            else:
-                lookup = read_lookup(body)
-                # Vectors that are missing are values too few, which is judged.
-                vectors: dict[str, Any] = {**dict.fromkeys(question.bags, ()), **lookup.embeddings}
-                request.verdict = lookup.version
-                values = np.concatenate([vectors[name] for name in question.bags], axis=None)
+            return judge_result(question, request, read_rank(body) if question.method == "rank" else read_lookup(body))
         except ShardrankError as error:
             return Failure(error.kind, str(error))
-        return judge(question, request.verdict, values)
 
     http_sender = await make_sender(server.target("json"), over_http, check, connections=http_connections)
     return http_sender, await make_sender(server.target("grpc"), over_grpc, check)

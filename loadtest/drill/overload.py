@@ -104,9 +104,8 @@ async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progres
         progress("phases", 3, 3)
     np.save(folder / "records.npy", done.records.rows)
     figures, judged = overload_figures(config, weighed, done, worked)
-    checks = {limit.name: {**limit._asdict(), "ok": limit.ok} for limit in judged}
     problems = [f"capacity: {reason}" for closed_loop in weighed for reason in not_busy_because(closed_loop)]
-    return make_report({"began_with": config, "cores": cores, **figures, "checks": checks}, judged, (), problems)
+    return make_report({"began_with": config, "cores": cores, **figures}, judged, (), problems)
 
 
 def _on_core(core: int, start: Callable[[], Result]) -> Result:

@@ -7,10 +7,12 @@ of a `Client` block where they would be suspended, so that they end in their fir
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import random as random_numbers
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from numbers import Real
@@ -38,6 +40,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_LAYOUTS = 64
+EJECTION_S = 1.0
+"""For so long an address that failed comes after the others; then one request at a time tries it."""
 _TOO_MANY = 2**32
 
 
@@ -69,12 +73,19 @@ class RetryPolicy:
                 raise ConfigError(f"{name} {getattr(self, name)} is not 0 or more", field=name)
 
 
+@dataclass(slots=True, eq=False)
+class _Server:
+    transport: Transport
+    ejected_until: float = -math.inf
+
+
 class Requests:
     """What both clients are made from.
 
     Args:
         address: `grpc://host:port`, `grpcs://host:port`, `http://host:port` or `https://host:port`; the last two may
-            have a path, for a gateway. Or what makes the calls.
+            have a path, for a gateway. Several of servers of one fleet are used in turn, and in place of one another:
+            an attempt may take half of the time left, if another one may follow. Or what makes the calls.
         token: sent with every call as `authorization: Bearer ...`; or a function that returns it.
         ca: PEM file of the authorities that may have signed the server's certificate; those of the system if None.
         cert, key: PEM files of the client's certificate and its key, for mutual TLS.
@@ -92,7 +103,7 @@ class Requests:
 
     def __init__(
         self,
-        address: str | Transport,
+        address: str | Sequence[str] | Transport,
         *,
         token: Token | None = None,
         ca: str | Path | None = None,
@@ -104,13 +115,21 @@ class Requests:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Any] | None = None,
     ) -> None:
-        if isinstance(address, str):
-            target = Target(address, token, ca, cert, key)
+        transports: list[Transport] = []
+        if isinstance(address, str | Sequence):
+            targets = [
+                Target(each, token, ca, cert, key) for each in ([address] if isinstance(address, str) else address)
+            ]
             try:
-                address = (GrpcTransport if target.is_grpc else HttpTransport)(target, self._on_loop)
+                for target in targets:
+                    transports.append((GrpcTransport if target.is_grpc else HttpTransport)(target, self._on_loop))
             except OSError as error:
                 raise ConfigError(f"ca, cert, key: {error}", field="ca") from error
-        self._transport = address
+            if not targets:
+                raise ConfigError("address: there is none in the list", field="address")
+        else:
+            transports.append(address)
+        self._servers, self._round = [_Server(transport) for transport in transports], itertools.count()
         self._is_closed = False
         self._timeout_ms = timeout_ms
         self._retry = retry or RetryPolicy()
@@ -237,7 +256,8 @@ class Requests:
     async def _close(self) -> None:
         """Close the connections; calls after it raise UnavailableError of the kind `closed`."""
         self._is_closed = True
-        await self._transport.close()
+        for server in self._servers:
+            await server.transport.close()
 
     async def _described(self, model: str, version: int | None, ends: float) -> ranking_pb2.GetModelResponse:
         options = {"model": model, "version": version}
@@ -247,6 +267,18 @@ class Requests:
     def _closed(self) -> UnavailableError | None:
         problem = f"this {type(self).__name__} is closed; make another one"
         return UnavailableError(problem, kind="closed") if self._is_closed else None
+
+    def _next_server(self) -> _Server:
+        """Return the next server that is not ejected, or else the one whose ejection ends first."""
+        now, start = self._clock(), next(self._round) % len(self._servers)
+        with self._lock:
+            server = min(
+                self._servers[start:] + self._servers[:start], key=lambda server: max(server.ejected_until, now)
+            )
+            if server.ejected_until > -math.inf:
+                # Until it has answered, no other request needs to wait for it.
+                server.ejected_until = now + EJECTION_S
+        return server
 
     def _ends(self, timeout_ms: int | None) -> float:
         timeout_ms = self._timeout_ms if timeout_ms is None else timeout_ms
@@ -279,18 +311,26 @@ class Requests:
                 raise DeadlineExceededError("the deadline passed before the call was made")
             if not isinstance(request, ranking_pb2.GetModelRequest):
                 request.timeout_ms = min(2**32 - 1, max(1, round(1000 * remaining_s)))
+            server, has_others = self._next_server(), len(self._servers) > 1
+            may_follow = has_others and attempt + 1 < policy.max_attempts and self._tokens >= 1
+            attempt_s = remaining_s / 2 if may_follow else remaining_s
             try:
-                return await self._transport.send(method, request, remaining_s, headers or {})
+                answer = await server.transport.send(method, request, attempt_s, headers or {})
+                server.ejected_until = -math.inf
+                return answer
             except (ShardrankError, asyncio.CancelledError) as error:
                 task = asyncio.current_task() if self._on_loop else None
                 if (closed := self._closed()) is not None and (task is None or not task.cancelling()):
                     raise closed from error
-                if not isinstance(error, UnavailableError | OverloadedError):
+                retried = (UnavailableError, OverloadedError, *((DeadlineExceededError,) if may_follow else ()))
+                if not isinstance(error, retried):
                     raise
+                if not isinstance(error, OverloadedError):
+                    server.ejected_until = self._clock() + EJECTION_S
                 attempt += 1
                 pause_s = self._random() * min(policy.backoff_ms * 2 ** (attempt - 1), policy.max_backoff_ms) / 1000
-                # After an overload without `retry-after`, a retry would only add to the load.
-                is_passing = isinstance(error, UnavailableError) or error.retry_after_s is not None
+                # After an overload without `retry-after`, a retry at the same server would only add to its load.
+                is_passing = has_others or not isinstance(error, OverloadedError) or error.retry_after_s is not None
                 pause_s += error.retry_after_s or 0.0
                 if not (is_passing and attempt < policy.max_attempts and self._clock() + pause_s < ends):
                     raise

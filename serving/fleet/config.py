@@ -77,6 +77,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
 
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, exclude=True)
     environment: dict[str, str] = Field(default_factory=dict, exclude=True)
+    processes: dict[str, dict[str, Any]] = Field(default_factory=dict, exclude=True)
+    """Settings of single shard nodes and serving processes, by name; they replace all others."""
 
     @model_validator(mode="after")
     def _check_fleet(self) -> Self:
@@ -132,6 +134,7 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
         names = {"models", "verify"}.union(*(part.names() for part in shared))
         of_fleet = {name: getattr(self, name) for name in names & schema.model_fields.keys()}
         try:
+            values |= self.processes.get(values.get("node_id", ""), {})
             return schema.model_validate(of_fleet | given | values, context={"given": {*given}})
         except ValidationError as error:
             item = error.errors(include_url=False)[0]

@@ -127,8 +127,9 @@ def worker_specs(
         on_exit = partial(mark_process_dead, path=str(metrics))
     specs = []
     for worker, probe_port in enumerate(ports.probes):
-        shared = {name: getattr(ports, name) for name in ("host", "http_port", "grpc_port", "admin_port")}
-        config = configs[worker].model_copy(update={**shared, "probe_port": probe_port})
+        names, config = ("host", "http_port", "grpc_port", "admin_port"), configs[worker]
+        listening = {name: getattr(config, name) or getattr(ports, name) for name in names}
+        config = config.model_copy(update={**listening, "probe_port": probe_port})
         name = f"serve-{worker}"
         command = configured_command("serve", config, run_directory / f"{name}.toml")
         probe = partial(_ask_worker, probes[worker : worker + 1], probe_port)

@@ -152,23 +152,23 @@ async def test_writes_cancelled_at_any_moment_are_done_or_not(server):
 async def test_a_write_whose_answer_was_lost_is_done_once(server):
     async with redis_proxy(server) as proxy, opened(f"redis://127.0.0.1:{proxy.port}") as registry:
         first = await registry.put("a", b"1", 0)
-        proxy.answers_to_lose = 1
+        proxy.replies.cuts = 1
         second = await registry.put("a", b"2", first)
         entry = await registry.get("a")
         assert (entry.value, entry.revision) == (b"2", second)
         await registry.append("s", 1, b"1")
-        proxy.answers_to_lose = 1
+        proxy.replies.cuts = 1
         await registry.append("s", 2, b"2")
         assert await registry.read("s", 0) == [StreamEntry(1, b"1"), StreamEntry(2, b"2")]
-        proxy.answers_to_lose = 1
+        proxy.replies.cuts = 1
         await registry.announce("nodes/a", b"1", 60.0)
         assert await registry.announced("nodes/") == {"nodes/a": b"1"}
-        proxy.answers_to_lose = 1
+        proxy.replies.cuts = 1
         await registry.withdraw("nodes/a")
         assert await registry.announced("nodes/") == {}
         # Redis knows the script from here on, so that the answer that is lost is that of the deletion.
         await registry.delete("b", await registry.put("b", b"", 0))
-        proxy.answers_to_lose = 1
+        proxy.replies.cuts = 1
         await registry.delete("a", second)
         assert await registry.get("a") is None
         with pytest.raises(StreamSequenceError, match="ends with 2: 2 was to follow 1"):

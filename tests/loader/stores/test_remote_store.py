@@ -30,12 +30,13 @@ from loader.snapshot.store import Store
 from loader.stores import remote as remote_module
 from loader.stores.cache import StoreUrl
 from loader.stores.remote import RemoteStore
+from loadtest.drill.proxy import TcpProxy
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.exhaustion import files_limited_to
 from shardrank_testing.processes import wait_until
 from shardrank_testing.s3_server import Bucket
 from shardrank_testing.snapshots import files_of, make_spec, one_table_spec, rewrite_manifest, write_snapshot
-from shardrank_testing.tcp_proxy import TcpProxy, threaded_proxy
+from shardrank_testing.tcp_proxy import threaded_proxy
 
 SPEC = one_table_spec(8000, 32, dtype="fp32")
 """One row file of 1 MB."""
@@ -118,13 +119,13 @@ def test_the_cache_serves_without_the_store_what_is_not_damaged(remote: Remote) 
     identity = read_manifest(remote.made / "1")[1]
     put(store, remote.made / "1")
     store.hold("small", 1, identity=identity).close()
-    before = remote.proxy.answer_bytes
+    before = remote.proxy.replies.passed_bytes
     with store.hold("small", 1, identity=identity) as held:
-        assert remote.proxy.answer_bytes == before
+        assert remote.proxy.replies.passed_bytes == before
     (held.path / ROWS).write_bytes(flip_last_bit((held.path / ROWS).read_bytes()))
     with store.hold("small", 1, identity=identity) as held:
         assert (held.path / ROWS).read_bytes() == (remote.made / "1" / ROWS).read_bytes()
-    assert remote.proxy.answer_bytes - before > (held.path / ROWS).stat().st_size
+    assert remote.proxy.replies.passed_bytes - before > (held.path / ROWS).stat().st_size
 
 
 def test_a_version_is_immutable_and_two_who_write_it_never_mix(
@@ -172,7 +173,9 @@ def test_a_killed_fetch_goes_on_with_the_files_it_lacks(remote: Remote, tmp_path
     folder, _ = write_snapshot(tmp_path / "made", SPEC, rows_per_file=4096)
     put(remote.store(), folder)
     first, second = sorted(folder.rglob("rows-*"))
-    remote.proxy.hold_after = remote.proxy.answer_bytes + first.stat().st_size + second.stat().st_size // 2
+    remote.proxy.replies.hold_after = (
+        remote.proxy.replies.passed_bytes + first.stat().st_size + second.stat().st_size // 2
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", textwrap.dedent(KILLED), remote.bucket.url, str(remote.cache)]
     process = subprocess.Popen(command, env=environment)
@@ -182,19 +185,19 @@ def test_a_killed_fetch_goes_on_with_the_files_it_lacks(remote: Remote, tmp_path
         process.kill()
         process.wait()
     assert [path.name for path in remote.cached()] == [first.name]
-    remote.proxy.hold_after = None
-    wait_until(lambda: not remote.proxy.is_in_use, "what was on its way to the dead process to end")
-    remote.proxy.answer_bytes = 0
+    remote.proxy.replies.hold_after = None
+    wait_until(lambda: not remote.proxy.serving, "what was on its way to the dead process to end")
+    remote.proxy.replies.passed_bytes = 0
     with remote.store().hold("small", 1) as held:
         assert files_of(held.path) == files_of(folder)
         Snapshot.open(held.path)
-    assert remote.proxy.answer_bytes < second.stat().st_size + first.stat().st_size // 2
+    assert remote.proxy.replies.passed_bytes < second.stat().st_size + first.stat().st_size // 2
 
 
 @pytest.mark.parametrize("after_bytes", [0, 200_000])
 def test_a_store_that_stalls_is_unavailable_within_its_limit(remote: Remote, after_bytes: int) -> None:
     put(remote.store(), remote.made / "1")
-    remote.proxy.hold_after = remote.proxy.answer_bytes + after_bytes
+    remote.proxy.replies.hold_after = remote.proxy.replies.passed_bytes + after_bytes
     with raises_kind("store_unavailable", r"can't be (read|listed)"):
         remote.store(timeout_s=0.6).hold("small", 1)
     assert not remote.cached()
@@ -207,12 +210,12 @@ def test_an_object_that_changes_during_its_fetch_is_never_mixed(
     put(store, remote.made / "1")
     right, other = (remote.made / "1" / ROWS).read_bytes(), (remote.made / "2" / ROWS).read_bytes()
     assert len(right) == len(other)
-    half = remote.proxy.hold_after = remote.proxy.answer_bytes + len(right) // 2
+    half = remote.proxy.replies.hold_after = remote.proxy.replies.passed_bytes + len(right) // 2
 
     def change() -> None:
-        wait_until(lambda: remote.proxy.answer_bytes >= half, "half of it to come")
+        wait_until(lambda: remote.proxy.replies.passed_bytes >= half, "half of it to come")
         remote.bucket.put(f"small/1/{ROWS}", other)
-        remote.proxy.hold_after = None
+        remote.proxy.replies.hold_after = None
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(change)

@@ -42,7 +42,7 @@ def test_records_and_figures_are_shown(capsys: pytest.CaptureFixture[str]):
     ):
         assert expected in lines
     assert "wrong:" not in printed
-    assert report.model_dump(mode="json").keys() == {*figures, "problems", "details"}
+    assert report.model_dump(mode="json").keys() == {*figures, "problems", "details", "checks"}
 
 
 @pytest.mark.parametrize(

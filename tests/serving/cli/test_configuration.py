@@ -201,7 +201,10 @@ def test_children_of_a_fleet_have_files_that_nobody_else_reads(tmp_path: Path) -
         limits={"max_queue": 3},
         serve={"shutdown_delay_s": 5},
         shard_node={"threads": 2},
+        replicas=2,
+        processes={"shard-1-1": {"threads": 3, "listen": ["127.0.0.1:1"]}},
     )
+    assert config.shard_node_config("shard-1-1", "unix:/n.sock").listen == ("127.0.0.1:1",)
     worker, node = config.serve_config("serve-0"), config.shard_node_config("shard-1-0", "unix:/n.sock")
     assert (worker.limits, worker.shutdown_delay_s, worker.workers) == ({"max_queue": 3}, 5, 1)
     assert (node.threads, node.shard, node.listen) == (2, (1, 2), ("unix:/n.sock",))

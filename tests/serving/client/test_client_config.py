@@ -25,6 +25,8 @@ SCHEMES = "must be http://, https://, grpc:// or grpcs:// and a host"
         ("http://user@localhost", {}, "address", "more than scheme, host and port"),
         ("http://localhost?a=b", {}, "address", "more than scheme, host and port"),
         ("http://localhost#a", {}, "address", "more than scheme, host and port"),
+        (["http://localhost", "localhost"], {}, "address", SCHEMES),
+        ([], {}, "address", "there is none"),
         ("http://localhost", {"ca": "ca.pem"}, "address", "has no TLS"),
         ("grpc://localhost:1", {"cert": "a.pem", "key": "a.key"}, "address", "has no TLS"),
         ("https://localhost", {"cert": "a.pem"}, "cert", "given together"),
@@ -34,7 +36,7 @@ SCHEMES = "must be http://, https://, grpc:// or grpcs:// and a host"
     ],
 )
 def test_an_unfit_address_or_file_is_refused(
-    address: str, files: dict[str, str], field: str, problem: str, tmp_path: Path
+    address: str | list[str], files: dict[str, str], field: str, problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         Client(address, **{name: str(tmp_path / file) for name, file in files.items()})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import pickle
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -242,6 +244,35 @@ def test_an_http_error_of_another_form_has_its_beginning(body):
     assert str(error).startswith(f"HTTP status 502: {body[:300].decode()}")
     with pytest.raises(InternalError, match="does not describe a model"):
         transports._described(body)
+
+
+@both_clients
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+async def test_a_server_that_hangs_gives_way_to_another_one(kind, scheme):
+    """The kernel accepts connections for it, as for a process that is stopped."""
+    stub = GrpcStub(0, grpc.StatusCode.OK) if scheme == "grpc" else HttpStub([OK] * 8)
+    with socket.create_server(("127.0.0.1", 0)) as hung, contextlib.ExitStack() as stack:
+        other = stack.enter_context(stub.running()) if isinstance(stub, GrpcStub) else stub.address
+        addresses = [f"{scheme}://127.0.0.1:{hung.getsockname()[1]}", other]
+        async with calling(kind, addresses, timeout_ms=1500) as call:
+            for _ in range(6):
+                assert (await rank(call)).scores.tolist() == [0.5, 0.25]
+        if isinstance(stub, HttpStub):
+            stub.close()
+    sent = stub.ranks if isinstance(stub, GrpcStub) else stub.posts
+    assert len(sent) == 6
+
+
+def test_what_one_server_sheds_is_asked_of_another_one():
+    full = [GrpcStub(99, grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded") for _ in range(2)]
+    free = GrpcStub(0, grpc.StatusCode.OK)
+    with full[0].running() as first, full[1].running() as second, free.running() as third:
+        with Client([first, third]) as client:
+            assert [client.rank(MODEL, {}, {"film": [1]}).version for _ in range(4)] == [3] * 4
+        with Client([first, second], retry=RetryPolicy(max_attempts=3)) as client, pytest.raises(OverloadedError):
+            client.rank(MODEL, {}, {"film": [1]})
+    assert len(free.ranks) == 4
+    assert len(full[1].ranks) in (1, 2)
 
 
 @both_clients

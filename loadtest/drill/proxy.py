@@ -1,0 +1,111 @@
+"""A TCP proxy that delays, loses, holds back or cuts what passes in either direction, as it is told while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Connect: TypeAlias = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+Pieces: TypeAlias = asyncio.Queue[tuple[float, bytes]]
+"""Bytes, and when they are due; none at the end."""
+READ_BYTES = 1 << 16
+MAX_QUEUED_PIECES = 1024
+HOLD_POLL_S = 0.005
+
+
+@dataclass(slots=True, eq=False)
+class Direction:
+    """What happens to bytes that go one way, on all connections; fields may be changed at any time.
+
+    Attributes:
+        delay_s: by which they come later, in order.
+        is_black: they are lost. A connection that has lost any is cut by the first ones that come afterwards.
+        hold_after: once so many bytes were passed on, no more are; None for never.
+        cuts: so many pieces are lost, each with its connection.
+    """
+
+    delay_s: float = 0.0
+    is_black: bool = False
+    hold_after: int | None = None
+    cuts: int = 0
+    passed_bytes: int = 0
+
+    async def read(self, reader: asyncio.StreamReader, pieces: Pieces) -> None:
+        """Queue what comes until it ends, or the connection is to be cut."""
+        has_lost = False
+        while piece := await reader.read(READ_BYTES):
+            if self.is_black:
+                has_lost = True
+            elif has_lost or self.cuts:
+                self.cuts -= 0 if has_lost else 1
+                break
+            else:
+                await pieces.put((asyncio.get_running_loop().time() + self.delay_s, piece))
+        await pieces.put((0.0, b""))
+
+    async def write(self, pieces: Pieces, writer: asyncio.StreamWriter) -> None:
+        """Pass on what is queued. Raises ConnectionError at the end."""
+        while (item := await pieces.get())[1]:
+            await asyncio.sleep(item[0] - asyncio.get_running_loop().time())
+            while self.hold_after is not None and self.hold_after <= self.passed_bytes:  # noqa: ASYNC110
+                await asyncio.sleep(HOLD_POLL_S)
+            writer.write(item[1])
+            self.passed_bytes += len(item[1])
+            await writer.drain()
+        raise ConnectionError
+
+
+@dataclass(eq=False)
+class TcpProxy:
+    """Passes `requests` of clients to a server, and `replies` back; of `connections` made so far `serving` are open."""
+
+    connect: Connect
+    requests: Direction = field(default_factory=Direction)
+    replies: Direction = field(default_factory=Direction)
+    port: int = 0
+    connections: int = 0
+    serving: set[asyncio.Task[Any] | None] = field(default_factory=set)
+
+    def cut(self) -> None:
+        """End all connections."""
+        for task in self.serving:
+            assert task is not None
+            task.cancel()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a client's connection until either side ends it."""
+        self.connections += 1
+        self.serving.add(asyncio.current_task())
+        writers = [writer]
+        try:
+            server_reader, server_writer = await self.connect()
+            writers.append(server_writer)
+            ways = (self.requests, reader, server_writer), (self.replies, server_reader, writer)
+            async with asyncio.TaskGroup() as group:
+                for direction, source, target in ways:
+                    pieces = Pieces(MAX_QUEUED_PIECES)
+                    group.create_task(direction.read(source, pieces))
+                    group.create_task(direction.write(pieces, target))
+        except* OSError:
+            pass
+        finally:
+            for opened in writers:
+                opened.close()
+            self.serving.discard(asyncio.current_task())
+
+
+@contextlib.asynccontextmanager
+async def tcp_proxy(connect: Connect, tls: ssl.SSLContext | None = None) -> AsyncIterator[TcpProxy]:
+    """Run a proxy on a port of 127.0.0.1; with `tls`, clients have to speak TLS."""
+    proxy = TcpProxy(connect)
+    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=tls)
+    proxy.port = listener.sockets[0].getsockname()[1]
+    try:
+        yield proxy
+    finally:
+        listener.close()
+        proxy.cut()
