@@ -23,14 +23,15 @@ class Network:
     def __init__(self, loop: SimulatedLoop, random: Random) -> None:
         self._loop, self._random = loop, random
         self.blocked: set[tuple[str, str]] = set()
-        self.slow_s: dict[tuple[str, str], float] = {}
+        self.slow_s: dict[str, float] = {}
         self.loss = self.duplicates = 0.0
         self.listening: dict[tuple[str, int], tuple[Process, Callable[[], asyncio.BaseProtocol]]] = {}
         self._streams: list[tuple[Stream, Stream]] = []
 
     def delay_s(self, source: str, target: str) -> float:
         """Draw how long a message takes."""
-        return self._random.expovariate(2000.0) + 0.0001 + self.slow_s.get((source, target), 0.0)
+        slow_s = self.slow_s.get(source, 0.0) + self.slow_s.get(target, 0.0)
+        return self._random.expovariate(2000.0) + 0.0001 + slow_s
 
     def reaches(self, source: str, target: str) -> bool:
         """Return whether messages get through at all."""

@@ -96,7 +96,7 @@ def _rollouts(random: Random, scenario: Scenario) -> list[Event]:
 def _faults(random: Random, scenario: Scenario, names: list[str]) -> list[Event]:
     events = []
     nodes = [name for name in names if name.startswith("shard")]
-    kinds = ["crash"] * 5 + ["partition"] * 3 + ["slow", "clock", "clock", "disk", "disk"]
+    kinds = ["crash"] * 5 + ["partition"] * 3 + ["slow", "slow", "clock", "clock", "disk", "disk"]
     kinds += ["power", "power", "registry_disk"] if scenario.files else ["failover"] * 4 + ["registry_down"]
     for _ in range(random.choice((0, 1, 2, 3, 4, 6))):
         at_s, lasts_s = random.uniform(5.0, FAULTS_UNTIL_S), random.choice((0.5, 2.0, 5.0, 12.0))
@@ -104,10 +104,11 @@ def _faults(random: Random, scenario: Scenario, names: list[str]) -> list[Event]
         what: tuple[Any, ...] = (name,)
         if kind == "crash":
             lasts_s = random.choice((0.3, 2.0, 6.0))
-        elif kind in ("partition", "slow"):
-            others = [*(other for other in names if other != name), "registry", "registry"]
-            other = random.choice(others)
-            what = (name, other) if kind == "slow" else (name, other, random.choice(("both", "to", "from")))
+        elif kind == "slow":
+            what, lasts_s = (name, random.choice((0.1, 0.25))), 15.0
+        elif kind == "partition":
+            other = random.choice([*(other for other in names if other != name), "registry", "registry"])
+            what = (name, other, random.choice(("both", "to", "from")))
         elif kind == "clock":
             what, lasts_s = (name, random.choice((-3600.0, -2.0, 2.0, 60.0, 3600.0))), 0.0
             if scenario.files:

@@ -248,9 +248,8 @@ class World:
                 network.block(*way)
             return [lambda: network.blocked.difference_update(ways)]
         if kind == "slow":
-            for way in (what, what[::-1]):
-                network.slow_s[way] = 0.4
-            return [network.slow_s.clear]
+            network.slow_s[what[0]] = what[1]
+            return [partial(network.slow_s.pop, what[0], None)]
         if kind == "clock":
             self.clocks[what[0]].skew_s += what[1]
         elif kind == "disk":
@@ -277,7 +276,8 @@ class World:
             self.files.lose_power()
             return [lambda: [self.restart(name) for name in self.processes]]
         elif kind == "name_versions":
-            self._named = what
+            wanted = self.wanted()
+            self._named = what if wanted is None or wanted.live is None else (*what, wanted.live)
             return [lambda: setattr(self, "_named", ())]
         return []
 
@@ -355,10 +355,12 @@ class World:
                 continue
             self._judge(name, answer, rows, version)
             return
-        if version is None and was_steady is not None and self._steady_since() is not None:
-            since = self._steady_since() or 0.0
-            if began - since >= STEADY_S:
-                self._broken = self._broken or ViolationError("request fails", "; ".join(failures))
+        since = self._steady_since()
+        if was_steady is None or since is None or began - since < STEADY_S:
+            return
+        # Who names a version that is not here is told so.
+        if version is None or not any("NotFoundError" in failure or "gone" in failure for failure in failures):
+            self._broken = self._broken or ViolationError("request fails", "; ".join(failures))
 
     def _answered(self, process: ServingProcess, named: int | None, answering: asyncio.Task[Any]) -> None:
         """Count what guards count: answers, and what is the server's fault."""
