@@ -133,7 +133,8 @@ def report(failed: Outcome, seed: int) -> str:
     """Return what was found, in a page."""
     scenario, world = failed.world.scenario, failed.world
     lines = [f"seed {seed}: {failed.text}", "", *_fleet(scenario), *(f"  {event}" for event in scenario.events), ""]
-    lines += [f"{at:9.3f} {who:14} {text}"[:240] for at, who, text in world.trace[-TRACE_LINES:]]
+    trace = [entry for entry in world.trace if " is delta " not in entry[2]]
+    lines += [f"{at:9.3f} {who:14} {text}"[:240] for at, who, text in trace[-TRACE_LINES:]]
     return "\n".join([*lines, "", f"python -m tests.simulation --seed {seed} --verbose"])
 
 

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from loader.errors import RegistryConflictError, RegistryUnavailableError, RolloutError, ShardrankError
-from loader.registry.fleet import DenseStep, FleetRecord, FleetRegistry, WantedModel, delta_stream
+from loader.registry.fleet import DenseStep, FleetRecord, FleetRegistry, WantedModel, delta_stream, rollout_key
 from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import Rollout, decode_rollout
@@ -496,8 +496,10 @@ class World:
         if wanted is None:
             return ["nothing is wanted"]
         lags = []
-        if self._current is not None and self._current.active:
-            lags.append(f"the rollout is {self._current.state} {self._current.step}")
+        # A failover may have lost it, with its acknowledgement.
+        record = self.record(rollout_key(MODEL))
+        if record is not None and (rollout := decode_rollout(MODEL, record)).active:
+            lags.append(f"the rollout is {rollout.state} {rollout.step}")
         for node in self.of(ShardProcess):
             held = sorted(one.version for one in node.node.generations.all())
             if held != sorted(set(wanted.hold)):
