@@ -345,12 +345,14 @@ class PublisherProcess(Process):
 
     async def _main(self) -> None:
         world, random = self.world, self._random
-        while not world.is_quiet:
+        while not world.is_quiet and world.loop.now < world.scenario.train_until_s:
             await asyncio.sleep(random.expovariate(1 / 2.5))
             if random.random() < 0.2 and (step := world.next_step(self.version)):
                 await self._try(self._publish_step, step)
             elif stamp := world.next_stamp():
-                rows = np.array(sorted(random.sample(range(NUM_ROWS), random.randint(1, 6))))
+                # Some rows are written time and again, others seldom, so that what is lost is not written over.
+                drawn = {int(NUM_ROWS * random.random() ** 3) for _ in range(random.randint(1, 4))}
+                rows = np.array(sorted(drawn))
                 await self._try(self._publish_rows, stamp, rows)
         world.quiet_publishers += 1
 

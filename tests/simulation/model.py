@@ -26,7 +26,7 @@ from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
 
 MODEL = "m"
-NUM_ROWS = 12
+NUM_ROWS = 24
 DIM = 4
 SCALE = 2.0**-18
 MAX_STAMP = 255

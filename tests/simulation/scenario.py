@@ -40,6 +40,8 @@ class Scenario:
     loss: float = 0.0
     duplicates: float = 0.0
     memory_versions: int = 2
+    pause_s: float = 0.8
+    train_until_s: float = 1000.0
     skews_s: tuple[float, ...] = ()
     events: tuple[Event, ...] = ()
 
@@ -68,6 +70,8 @@ def draw(seed: int) -> Scenario:
         loss=random.choice((0.0, 0.0, 0.01, 0.05)),
         duplicates=random.choice((0.0, 0.01)),
         memory_versions=random.choice((1, 2, 3)),
+        pause_s=random.choice((0.8, 0.8, 0.8, 6.0)),
+        train_until_s=random.choice((25.0, 45.0, 1000.0)),
     )
     names = scenario.processes()
     skews_s = tuple(0.0 if files else random.choice((0.0, 0.0, 0.5, -0.5, 3600.0, -3600.0)) for _ in names)

@@ -10,6 +10,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from loader.errors import RegistryConflictError, RegistryUnavailableError, RolloutError, ShardrankError
 from loader.registry.fleet import DenseStep, FleetRecord, FleetRegistry, WantedModel, delta_stream, rollout_key
 from loader.registry.registry import Registry, StreamEntry
@@ -26,7 +28,7 @@ from tests.simulation.fleet import (
 )
 from tests.simulation.history import History, ViolationError, entries_of
 from tests.simulation.loop import PROCESS, SimulatedLoop
-from tests.simulation.model import MAX_STAMP, MAX_STEP, MODEL, NUM_ROWS, SCALE, VERSIONS, snapshots
+from tests.simulation.model import MAX_STAMP, MAX_STEP, MODEL, NUM_ROWS, SCALE, VERSIONS, row_values, snapshots
 from tests.simulation.network import Network
 from tests.simulation.processes import Clocks, Process
 from tests.simulation.registry import CrashableFiles, FilesRegistry, RegistryClient, RegistryServer
@@ -325,7 +327,7 @@ class World:
     async def _client(self, name: str) -> None:
         random = Random(self.random.random())
         while True:
-            await asyncio.sleep(random.uniform(0.4, 1.2))
+            await asyncio.sleep(self.scenario.pause_s * random.uniform(0.5, 1.5))
             self._check_broken()
             self._look_at_ways(name)
             named = random.choice(self._named) if self._named and random.random() < 0.7 else None
@@ -533,9 +535,11 @@ class World:
         if rows is None:
             raise ViolationError("not settled", f"{node.name} has no version {version}")
         for row, value in rows.items():
-            stamp = round(value / SCALE) >> 9 & 255
-            if stamp != expected[row]:
-                says = f"{node.name} has stamp {stamp} in row {row} of version {version}, not {expected[row]}"
+            stamp = expected[row]
+            of_version = VERSIONS[version].base if stamp else version
+            if value != row_values(of_version, np.array([row]), stamp)[0, 0]:
+                there = round(value / SCALE) >> 9 & 255
+                says = f"{node.name} has stamp {there} in row {row} of version {version}, not {stamp}"
                 raise ViolationError("replicas differ from the stream", says)
 
 
