@@ -79,7 +79,7 @@ class _StepRunner:
         """
         if self._counted is None or self._counted.revision != on_record.revision:
             # Another process wrote it, and may have counted the time since the last tick as well.
-            self._counted, self._unwritten_s, elapsed_s = on_record, 0.0, 0.0
+            self._counted, self._unwritten_s, self._behind_s, elapsed_s = on_record, 0.0, 0.0, 0.0
         self._unwritten_s += elapsed_s
         rollout, epoch = self._counted.rollout, wanted.epoch if wanted is not None else 0
         update = {"waited_s": rollout.waited_s + elapsed_s}
@@ -119,7 +119,8 @@ class _StepRunner:
         if wanted.live not in (rollout.from_version, rollout.to_version):
             reason = f"version {wanted.live} was made live by somebody else"
             return changed(rollout, now, reason, state="aborted", outcome="aborted", reason=reason)
-        text = "the registry had lost what this step wrote: it is done again"
+        is_undone_now = rollout.step_index == rollout.undo_index
+        text = "begins" if is_undone_now else "the registry had lost what this step wrote: it is done again"
         return changed(rollout, now, text, base_epoch=wanted.epoch)
 
     async def _judge(self, on_record: OnRecord, view: FleetView, epoch: int) -> Rollout | None:
@@ -222,7 +223,7 @@ class Coordinator:
         self._runners: dict[str, _StepRunner] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._wanted: dict[str, WantedModel] = {}
-        self._published: dict[str, PublishedVersion] = {}
+        self._published: dict[str, tuple[PublishedVersion, str | None]] = {}
         self._problems: dict[str, str] = {}
         self._lock_until: float | None = None
         self._seen_at: float | None = None
@@ -326,13 +327,15 @@ class Coordinator:
         return moved is not None
 
     async def _restore_version(self, model: str, version: int) -> None:
-        """Put the version of a rollout on record again if that is lost: no node may know of it yet."""
-        known, there = self._published.get(model), await self._fleet.version(model, version)
-        if there is not None:
-            self._published[model] = there
-        elif known is not None and known.version == version:
+        """Put the version of a rollout, and its spec, on record again if they are lost: no node may know of it yet."""
+        there, (known, spec_json) = await self._fleet.version(model, version), self._published.get(model, (None, None))
+        if there is None and known is not None and known.version == version:
+            if spec_json is not None:
+                await self._fleet.put_spec(model, version, spec_json)
             await self._fleet.put_version(known)
             logger.warning("the registry had lost version %d of %s: restored", version, model)
+        elif there is not None and there != known:
+            self._published[model] = there, await self._fleet.spec(model, version)
 
     def _lose_lock(self) -> None:
         self._lock_until = self._seen_at = None

@@ -25,8 +25,8 @@ class GuardLimits(Frozen):
     """How much worse than the live version a new one may be.
 
     Attributes:
-        min_requests: with fewer answers than this by either version, nothing is compared, and with fewer by the new
-            one no bake passes; 0: bakes need none, and `MIN_REQUESTS` are compared.
+        min_requests: with fewer answers than this by either version, only errors are compared, and no canary passes,
+            nor with fewer by the new one a bake after the flip; 0: bakes need none, and `MIN_REQUESTS` are compared.
         max_error_rate_increase: of the fraction of requests that fail.
         max_p99_ratio: of its 99th percentile latency to the live one's, to which p99_slack_ms is added.
         max_score_drift: difference of the mean scores, in standard deviations of a live score.
@@ -78,7 +78,7 @@ class VersionNumbers(Record):
 class GuardReport(Record):
     """Which limit is breached, or why nothing was compared; no reason if all is well.
 
-    `missing` are requests that the new version still needs for `min_requests`.
+    `missing` are requests that a version still needs for `min_requests`.
     """
 
     breached: bool
@@ -103,8 +103,9 @@ def compare(live: VersionStats, new: VersionStats, limits: GuardLimits, *, live_
     missing, needed = max(0, limits.min_requests - fewest), limits.min_requests or MIN_REQUESTS
     if min(live.requests, new.requests) < needed:
         reason = f"too little traffic to compare: {needed} requests of each version are needed"
-        # Errors are too many whatever the live version does.
-        fails = new.requests >= needed and _is_above(new.errors, new.requests, limits.max_error_rate_increase)
+        # Too many errors are so whatever else is not known of the live version.
+        allowed = min(live.errors / max(live.requests, 1) + limits.max_error_rate_increase, 1.0)
+        fails = new.requests >= needed and _is_above(new.errors, new.requests, allowed)
         reason = f"error rate {new.errors / new.requests:.2%}, and {reason}" if fails else reason
         return GuardReport(breached=fails, compared=False, missing=missing, reason=reason, **numbers)
     reasons = []

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -63,6 +63,7 @@ async def start_rollout(
     clock: Callable[[], float] = time.time,
     rollout_id: str,
     after: OnRecord | None = None,
+    warn: Callable[[str], object] = lambda warning: None,
 ) -> Rollout:
     """Put a rollout on record; a coordinator carries it out.
 
@@ -70,7 +71,7 @@ async def start_rollout(
     seconds it is compared with the live version, if there is one; after `bake_timeout_s` a bake short of
     `guards.min_requests` is undone; None for 10 bakes. `strategy` is `beside`, or `by-replica` where no shard node can
     hold two versions. `clock` is seconds since the epoch, `rollout_id` 32 random hexadecimal digits. `after` is the
-    model's last rollout as the caller decided on it; None to read it.
+    model's last rollout as the caller decided on it; None to read it. `warn` is called before it begins.
 
     Raises RolloutError if one is running, or this one can't be carried out; the message says why.
     """
@@ -96,6 +97,8 @@ async def start_rollout(
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
     groups, early, warnings = _replica_groups(view, model, wanted) if strategy == "by-replica" else ((), 0, ())
+    for warning in warnings:
+        warn(warning)
     has_canary, has_bake = canary_share is not None, bake_s > 0 and live is not None
     steps = plan_steps(strategy, canary=has_canary, bake=has_bake, early_groups=early, groups=len(groups))
     rollout = new_rollout(
@@ -173,6 +176,7 @@ async def roll_back(
     clock: Callable[[], float] = time.time,
     rollout_id: str,
     seen: SeenRollout | None = None,
+    warn: Callable[[str], object] = lambda warning: None,
 ) -> Rollout:
     """Return to the version before the live one, by a rollout of it; while one is running, abort that instead.
 
@@ -185,7 +189,8 @@ async def roll_back(
     if last.rollout.active or target is None:
         return await abort_rollout(fleet, model, "rolled back by hand", clock=clock, seen=seen)
     strategy = last.rollout.strategy
-    return await start_rollout(fleet, model, target, strategy=strategy, clock=clock, rollout_id=rollout_id, after=last)
+    begin: dict[str, Any] = {"clock": clock, "rollout_id": rollout_id, "after": last, "warn": warn}
+    return await start_rollout(fleet, model, target, strategy=strategy, **begin)
 
 
 async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
@@ -252,7 +257,10 @@ def _replica_groups(
     for node in view.shard_nodes():
         report = node.report(model, live)
         if node.shard_index in by_shard and report is not None and report.state == "ready":
-            by_shard[node.shard_index][node.node_id] = report.memory_bytes - node.memory_available_bytes
+            # What cards have left is not announced.
+            has_cards = any(tier in ("card", "hot") for tier in report.memory_tiers)
+            lacking = report.memory_bytes - node.memory_available_bytes
+            by_shard[node.shard_index][node.node_id] = 0 if has_cards else lacking
     few = [f"shard {shard}: {len(nodes)}" for shard, nodes in by_shard.items() if len(nodes) < 2]
     if few or not by_shard:
         counts = ", ".join(few) or "no shard nodes"
@@ -378,7 +386,8 @@ class FleetState:
             totals, live_answers = BakeTally().totals(rollout, view.nodes), rollout.step == Step.CANARY
             guards = compare(*totals, rollout.guards, live_answers=live_answers)
             if guards.missing:
-                missing = f"{guards.missing} of {rollout.guards.min_requests} requests to each version"
+                each = "each version" if live_answers else f"version {rollout.to_version}"
+                missing = f"{guards.missing} of {rollout.guards.min_requests} requests to {each}"
                 waiting_for.append(f"{missing}, until the bake has lasted {rollout.longest_bake_s:g} s")
         states = ["done" if index <= rollout.step_index else "pending" for index in range(len(rollout.steps))]
         if rollout.active:

@@ -172,7 +172,7 @@ def rollout() -> None:
 )
 @opts.duration(
     "--bake-timeout",
-    "How long a bake waits at most, from its start, until the new version's share has answered min_requests; then the "
+    "How long a bake waits at most, from its start, until both versions have answered min_requests; then the "
     "rollout is undone. Default: 10 times --bake.",
 )
 @opts.choice("--strategy", ["beside", "by-replica"], _STRATEGIES)
@@ -205,7 +205,7 @@ def start(model: str, version: int, follow: bool, url: str, **options: Any) -> N
 
     async def begin(fleet: FleetRegistry) -> Rollout:
         started = await start_rollout(
-            fleet, model, version, strategy=options["strategy"], rollout_id=secrets.token_hex(16), **baking
+            fleet, model, version, strategy=options["strategy"], rollout_id=secrets.token_hex(16), warn=_warn, **baking
         )
         replaced = "the first one" if started.from_version is None else f"in place of {started.from_version}"
         click.echo(f"{model}: rolling out version {version}, {replaced}")
@@ -255,7 +255,8 @@ def status(model: str | None, url: str, as_json: bool) -> None:
 def abort(model: str, reason: str, url: str) -> None:
     """End a running rollout in the version that was live before.
 
-    Refused once the old version is being retired: `shardrank rollback` brings it back then.
+    Refused once the old version is being retired, or the nodes that still have it are rolled: `shardrank rollback`
+    brings it back then.
 
     Examples:
       shardrank rollout abort films --store models --reason "scores look wrong"
@@ -303,7 +304,7 @@ def rollback(model: str, follow: bool, url: str) -> None:
     from loader.rollout.requests import roll_back
 
     async def begin(fleet: FleetRegistry) -> Rollout:
-        begun = await roll_back(fleet, model, clock=time.time, rollout_id=secrets.token_hex(16))
+        begun = await roll_back(fleet, model, clock=time.time, rollout_id=secrets.token_hex(16), warn=_warn)
         back = begun.to_version if begun.state == "running" else begun.from_version
         click.echo(f"{model}: going back to {'no version' if back is None else f'version {back}'}")
         return begun
@@ -311,13 +312,15 @@ def rollback(model: str, follow: bool, url: str) -> None:
     _begin(url, model, begin, follow=follow)
 
 
+def _warn(warning: str) -> None:
+    click.echo(f"warning: {warning}", err=True)
+
+
 def _begin(url: str, model: str, begin: Callable[[FleetRegistry], Awaitable[Rollout]], *, follow: bool) -> None:
     """Begin a rollout, or undo it; exit with code 1 if it is followed and does not end as it shall."""
 
     async def work(fleet: FleetRegistry) -> bool:
         begun = await begin(fleet)
-        for warning in begun.warnings:
-            click.echo(f"warning: {warning}", err=True)
         if not follow:
             click.echo(f"see: shardrank rollout status {model}")
             return True

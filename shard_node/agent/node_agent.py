@@ -180,6 +180,7 @@ class NodeActions:
         self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._mending: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._going: set[tuple[str, int]] = set()
+        self._desired: dict[str, WantedModel] = {}
         self._crowded: set[str] = set()  # models of which there is no memory for two versions
 
     def desired_versions(self, desired: WantedModel) -> Sequence[int]:
@@ -204,10 +205,13 @@ class NodeActions:
             async with self._loaded(model, version, limit_s, tell) as tables:
                 self._node.generations.stage(model, version, tables)
         except MemoryBudgetError as error:
-            if not (kept := self._kept(desired)):
+            # Of any model: what only stays for the case of a loss gives way to what is wanted.
+            kept = {name: held for name, one in self._desired.items() if (held := self._kept(one))}
+            if not kept:
                 raise
-            self._crowded.add(model)
-            raise UnavailableError(f"version {kept[0]} is retired first: {error}", kind=error.kind) from error
+            self._crowded |= kept.keys()
+            first = ", ".join(f"version {held[0]} of {name}" for name, held in sorted(kept.items()))
+            raise UnavailableError(f"{first} is retired first: {error}", kind=error.kind) from error
 
     @asynccontextmanager
     async def _loaded(
@@ -258,7 +262,7 @@ class NodeActions:
     async def reconcile(self, desired: WantedModel) -> bool:
         """As `Actions.reconcile`: starts and stops followers, has forked rows mended, and marks the live version."""
         model = desired.model
-        self._live[model] = desired.live
+        self._live[model], self._desired[model] = desired.live, desired
         if self._config.node_id not in desired.node_hold:
             self._crowded.discard(model)
         # What follows must not be freed meanwhile.

@@ -163,9 +163,12 @@ class Stagings:
             attempt.failures += 1
             attempt.reason = cut_reason(f"{type(error).__name__}: {error}")
             # A version that is not on record need not be anywhere.
-            attempt.passing = bool(attempt.identity) and status not in TRY_AGAIN and is_passing(error)
-            attempt.passing_since = min(attempt.passing_since, now) if attempt.passing else math.inf
-            is_retried = status in TRY_AGAIN or (attempt.passing and now < attempt.passing_since + config.retry_s)
+            passing = bool(attempt.identity) and is_passing(error)
+            # In between others may have to be waited for, which says nothing of the file system.
+            if status not in TRY_AGAIN:
+                attempt.passing = passing
+                attempt.passing_since = min(attempt.passing_since, now) if passing else math.inf
+            is_retried = status in TRY_AGAIN or (passing and now < attempt.passing_since + config.retry_s)
             if is_retried or (status == NO_ROOM and self._is_room_coming()):
                 attempt.state = "waiting"
                 wait_s = min(config.retry_max_s, config.retry_first_s * 2.0 ** min(attempt.failures - 1, 30))

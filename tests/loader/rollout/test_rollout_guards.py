@@ -55,6 +55,8 @@ def test_errors_are_too_many_also_where_the_live_version_has_too_few_requests():
     assert (verdict.breached, verdict.compared) == (True, False)
     assert verdict.reason.startswith("error rate 4.00%, and too little traffic to compare")
     assert not compare(stats(49), stats(1000, errors=10), LIMITS).breached
+    # As of the live version, of which some failed as well.
+    assert not compare(stats(49, errors=7), stats(60, errors=9), LIMITS).breached
 
 
 @pytest.mark.parametrize(
