@@ -76,10 +76,15 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def create_task(self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Any = None) -> Any:
         task = tasks.Task(coro, loop=self, name=name, context=context)
+        task.add_done_callback(self._ended)
         self._tasks.append(task)
         if len(self._tasks) > 4096:
             self._tasks = [task for task in self._tasks if not task.done()]
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failures.append({"message": f"task {task.get_name()}", "exception": error})
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.failures.append(context)

@@ -191,9 +191,8 @@ class RegistryServer:
     def __init__(self, loop: SimulatedLoop, random: Random, on_write: Callable[[str, tuple[Any, ...]], None]) -> None:
         self._loop, self._random, self._on_write = loop, random, on_write
         self.lag_s = 0.0
-        self.has_replica = True
         self.is_up = self.is_synced = True
-        self.primary, self.replica = Keyspace(), Keyspace()
+        self.primary, self.replica, self.term = Keyspace(), Keyspace(), 0
         self._log: list[tuple[str, tuple[Any, ...], float]] = []
         self._replicated = 0
         self._arrives_at = 0.0
@@ -217,7 +216,7 @@ class RegistryServer:
     async def replicated(self, number: int) -> None:
         """Wait until the replica has so many writes. Raises RegistryUnavailableError if it takes too long."""
         for _ in range(20):
-            if self._replicated >= number and self.has_replica:
+            if self._replicated >= number:
                 return
             await asyncio.sleep(WAIT_S / 20)
         raise RegistryUnavailableError("too few replicas have it")
@@ -228,7 +227,7 @@ class RegistryServer:
         return len(self._log)
 
     def _replicate(self, until: int, replica: Keyspace) -> None:
-        if replica is not self.replica or not self.has_replica:
+        if replica is not self.replica:
             return
         for name, arguments, now in self._log[self._replicated : until]:
             with contextlib.suppress(RegistryConflictError, StreamSequenceError, PublisherSupersededError):
@@ -240,7 +239,7 @@ class RegistryServer:
         if not self.is_synced:
             return 0  # no replica may take over yet
         lost, self.is_synced = len(self._log) - self._replicated, False
-        self.primary = self.replica
+        self.primary, self.term = self.replica, self.term + 1
         self.replica = Keyspace()
         self._log, self._replicated = self._log[: self._replicated], 0
         self._loop.call_later(self.lag_s, self._replicate, len(self._log), self.replica)
@@ -303,11 +302,12 @@ class RegistryClient:
         await self._acknowledged(by, "commit", stream, entry, rows, after, by)
 
     async def _acknowledged(self, by: Publisher, name: str, *arguments: Any) -> None:
+        term = self._server.term
         await self._do(name, *arguments)
-        if by.min_replicas > 1:
-            raise RegistryUnavailableError("too few replicas have it")
         if by.min_replicas:
             await self._server.replicated(self._server.num_writes)
+            if self._server.term != term:
+                raise RegistryUnavailableError("the connection was lost in a failover")
 
     async def next_token(self, stream: str, publisher: str) -> int:
         return await self._do("next_token", check_stream(stream), check_publisher(publisher))

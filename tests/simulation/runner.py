@@ -42,6 +42,8 @@ def run(scenario: Scenario, *, verbose: bool = False) -> Outcome:
         return Outcome(violation.rule, str(violation), world)
     except StuckError as error:
         return Outcome("stuck", str(error), world)
+    except Exception as error:
+        return Outcome("unforeseen error", repr(error), world)
     finally:
         logging.disable(logging.NOTSET)
         root.removeHandler(handler)

@@ -32,7 +32,6 @@ class Scenario:
     replicas: int = 2
     serving: int = 2
     coordinators: int = 1
-    clients: int = 1
     publishers: tuple[int, ...] = (1,)
     files: bool = False
     min_replicas: int = 0

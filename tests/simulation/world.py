@@ -39,6 +39,8 @@ SETTLE_S = 150.0
 QUIET_S = 12.0
 STEADY_S = 6.0
 """For so long a way must have been there before a request that may not fail: ejections and back-off have passed."""
+KNOWN_S = 3.0
+"""How long ago a process may have been told what it still answers by: a poll, and a reconciliation."""
 PATIENCE_S = 3.0
 """Of a client, over all of its tries."""
 GUARDS = GuardLimits(min_requests=5, max_p99_ratio=1e6, p99_slack_ms=1e6, max_error_rate_increase=1.0)
@@ -78,7 +80,9 @@ class World:
         self._counted: dict[int, int] = {}
         self._named: tuple[int, ...] = ()
         self._broken: ViolationError | None = None
-        self._ways: dict[str, float] = {}
+        self._way_since: float | None = None
+        # What each serving process was last seen to know, by its epoch, and when.
+        self._known: dict[tuple[str, int], tuple[float, WantedModel]] = {}
         self._numbers = 0
 
     def note(self, who: str, text: str) -> None:
@@ -214,6 +218,7 @@ class World:
             self._graveyard.append(process)
             self.network.closed(process)
             self.history.died(name)
+            self._observe()
 
     def restart(self, name: str) -> None:
         """Start what was killed."""
@@ -228,7 +233,7 @@ class World:
             await self._operate(kind, what)
             return
         # With a replica that is left, the others change nothing for a client.
-        is_in_the_way = kind in ("crash", "partition", "failover", "power")
+        is_in_the_way = kind in ("partition", "power")
         self._unhealed += is_in_the_way
         heal = self._break(kind, what)
         await asyncio.sleep(event.lasts_s)
@@ -324,16 +329,14 @@ class World:
 
     # What is asked.
 
-    async def _client(self, name: str) -> None:
+    async def _client(self) -> None:
         random = Random(self.random.random())
         while True:
             await asyncio.sleep(self.scenario.pause_s * random.uniform(0.5, 1.5))
-            self._check_broken()
-            self._look_at_ways(name)
             named = random.choice(self._named) if self._named and random.random() < 0.7 else None
-            self.loop.create_task(self._ask(name, random, named))
+            self.loop.create_task(self._ask(random, named))
 
-    async def _ask(self, client: str, random: Random, version: int | None) -> None:
+    async def _ask(self, random: Random, version: int | None) -> None:
         rows = EVERY_ROW if version is None else HIGHEST
         items = ", ".join(f"[{row}]" for row in rows)
         named = "" if version is None else f', "version": {version}'
@@ -350,7 +353,7 @@ class World:
                 break
             try:
                 async with asyncio.timeout(min(left, 1.2)):
-                    answer = await self.network.call(client, name, partial(self._serve, name, body, version))
+                    answer = await self.network.call("client", name, partial(self._serve, name, body, version))
             except (TimeoutError, ConnectionError, ShardrankError) as error:
                 failures.append(f"{name}: {type(error).__name__}: {error}")
                 await asyncio.sleep(0.05)
@@ -376,68 +379,84 @@ class World:
         if not process.is_running:
             raise ConnectionRefusedError(f"{name} is gone")
         assert isinstance(process, ServingProcess)
-        desired = process.member.agent.desired.get(MODEL)
+        began, live = self.loop.now, process.service.live(MODEL)
         answering = process.start(process.ask(body))
         answering.add_done_callback(partial(self._answered, process, named))
         while not answering.done():
             await asyncio.wait([answering], timeout=0.5)
             if not process.is_running:
                 raise ConnectionResetError(f"{name} is gone")
-        return answering.result(), [desired, process.member.agent.desired.get(MODEL)]
+        return answering.result(), began, live
 
     def _judge(self, name: str, answered: Any, rows: list[int], named: int | None) -> None:
-        answer, desired = answered
+        answer, began, live = answered
         version = answer["version"]
         digests = {digest for _, digest, _ in entries_of(self.stream(VERSIONS[version].base))}
         try:
             self.history.judge(answer, rows, digests)
             if named is not None and version != named:
                 raise ViolationError("another version than named", f"{version} answers, {named} was named")
-            if named is None and not any(one is not None and version in one.named() for one in desired):
-                raise ViolationError("undone version answers", f"{name} answers with {version}, it knows {desired[-1]}")
+            if named is None and version not in (known := self._may_answer(name, began, live)):
+                raise ViolationError("undone version answers", f"{name} answers with {version}, not one of {known}")
         except ViolationError as violation:
             self._broken = self._broken or violation
 
     # Whether requests must be answered.
 
-    def _has_way(self, client: str) -> bool:
-        """Return whether some serving process that is ready is reached, and reaches a node of each shard."""
-        joins = self.network.joins
+    def _may_answer(self, name: str, began: float, live: int | None) -> set[int]:
+        """Return which versions a process may answer a request of that time with: those it was told to a moment ago."""
+        self._observe()
+        known = [record for (of, _), (at, record) in self._known.items() if of == name and at >= began - KNOWN_S]
+        allowed = {version for record in known for version in _answering(record)}
+        # What was live stays so until the next one is loaded.
+        loaded = {version for _, version in self.processes[name].member.loaded()}  # type: ignore[attr-defined]
+        is_behind = any(record.live not in loaded for record in known)
+        return {version for version in (*allowed, live if is_behind or not known else None) if version is not None}
+
+    def _observe(self) -> None:
+        """Note what serving processes know, and since when there is a way for requests."""
         for server in self.of(ServingProcess):
-            live = server.service.live(MODEL)
-            if not server.is_ready or live is None or not joins(client, server.name):
-                continue
-            shards = {
-                node.shard
-                for node in self.of(ShardProcess)
-                if joins(server.name, node.name) and self._answers(node, live)
-            }
-            if shards == set(range(self.num_shards)):
+            record = server.member.agent.desired.get(MODEL)
+            if record is not None:
+                self._known[server.name, record.epoch] = self.loop.now, record
+        if not any(map(self._has_way, self.of(ServingProcess))):
+            self._way_since = None
+        elif self._way_since is None:
+            self._way_since = self.loop.now
+
+    def _has_way(self, server: ServingProcess) -> bool:
+        """Return whether a serving process reaches a node of each shard, with its live version or the fallback."""
+        reached = [node for node in self.of(ShardProcess) if self.network.joins(server.name, node.name)]
+        if not server.is_ready:
+            return False
+        for version in (server.service.live(MODEL), server.service.fallbacks.get(MODEL)):
+            shards = {node.shard for node in reached if version is not None and self._answers(node, version)}
+            if len(shards) == self.num_shards:
                 return True
         return False
 
-    def _answers(self, node: Any, version: int) -> bool:
+    def _answers(self, node: ShardProcess, version: int) -> bool:
         generations = node.node.generations
-        return any(one.version == version and one.state != "draining" for one in generations.all())
-
-    def _look_at_ways(self, client: str) -> None:
-        if not self._has_way(client):
-            self._ways.pop(client, None)
-        else:
-            self._ways.setdefault(client, self.loop.now)
+        return any(each.version == version and each.state != "draining" for each in generations.all())
 
     def _steady_since(self) -> float | None:
-        """Return since when there was a way for every client; None if there is none, or anything is broken."""
-        if self._unhealed or self.network.loss or len(self._ways) < self.scenario.clients:
+        """Return since when there is a way; None if there is none, or faults are in it."""
+        if self._unhealed or self.network.loss or self._way_since is None:
             return None
-        return max([*self._ways.values(), self._last_fault_s])
+        return max(self._way_since, self._last_fault_s)
+
+    async def _watch_all(self) -> None:
+        while True:
+            await asyncio.sleep(0.25)
+            self._observe()
+            self._check_broken()
 
     def _check_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
         for context in self.loop.failures:
             error = context.get("exception")
-            if error is not None and not isinstance(error, ShardrankError | OSError | asyncio.CancelledError):
+            if error is not None and not isinstance(error, ShardrankError | OSError | ViolationError):
                 raise ViolationError("unforeseen error", f"{context.get('message')}: {error!r}")
 
     # The run.
@@ -448,7 +467,7 @@ class World:
         await self._begin()
         for name in scenario.processes():
             self.start(name)
-        clients = [self.loop.create_task(self._client(f"client-{one}")) for one in range(scenario.clients)]
+        clients = [self.loop.create_task(self._client()), self.loop.create_task(self._watch_all())]
         events = [self.loop.create_task(self._happen(event)) for event in scenario.events]
         try:
             await self._watch(clients, asyncio.gather(*events))
@@ -524,7 +543,7 @@ class World:
         if wanted.live is not None and VERSIONS[wanted.live].is_worse:
             raise ViolationError("worse version is live", f"version {wanted.live}")
         streams = {base: self.stream(base) for base in {version.base for version in VERSIONS.values()}}
-        self.history.check_promises(streams, may_be_lost=not self.scenario.min_replicas)
+        self.history.check_promises(streams, may_be_lost=not (self.scenario.min_replicas or self.scenario.files))
         for version in wanted.follow:
             expected = self.history.expected_rows(version, streams[VERSIONS[version].base])
             for node in self.of(ShardProcess):
@@ -541,6 +560,10 @@ class World:
                 there = round(value / SCALE) >> 9 & 255
                 says = f"{node.name} has stamp {there} in row {row} of version {version}, not {stamp}"
                 raise ViolationError("replicas differ from the stream", says)
+
+
+def _answering(record: WantedModel) -> list[int | None]:
+    return [record.live, record.fallback, None if record.canary is None else record.canary.version]
 
 
 class TraceHandler(logging.Handler):
