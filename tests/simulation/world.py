@@ -429,7 +429,8 @@ class World:
         reached = [node for node in self.of(ShardProcess) if self.network.joins(server.name, node.name)]
         if not server.is_ready:
             return False
-        for version in (server.service.live(MODEL), server.service.fallbacks.get(MODEL)):
+        desired = server.member.agent.desired.get(MODEL)
+        for version in (server.service.live(MODEL), desired.fallback if desired is not None else None):
             shards = {node.shard for node in reached if version is not None and self._answers(node, version)}
             if len(shards) == self.num_shards:
                 return True
