@@ -354,6 +354,8 @@ class PublisherProcess(Process):
                 drawn = {int(NUM_ROWS * random.random() ** 3) for _ in range(random.randint(1, 4))}
                 rows = np.array(sorted(drawn))
                 await self._try(self._publish_rows, stamp, rows)
+        # Its next call would be told of losses, and there is none.
+        world.history.died(self.name)
         world.quiet_publishers += 1
 
     async def _try(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
