@@ -76,10 +76,14 @@ VERSION_BYTES = 4 << 20
 
 
 class FaultyStore(Store):
-    """A store as one process sees it. `error` is raised by whatever reads or writes it, while it is set."""
+    """A store as one process sees it; files of dense steps are in memory, of one seed.
 
-    def __init__(self, path: Path) -> None:
+    `error` is raised by whatever reads or writes it, while it is set.
+    """
+
+    def __init__(self, path: Path, files: dict[str, bytes]) -> None:
         super().__init__(path)
+        self._files = files
         self.error: Callable[[], OSError] | None = None
 
     def _check(self) -> None:
@@ -92,25 +96,7 @@ class FaultyStore(Store):
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
         self._check()
-        return super().read_file(path, max_bytes)
-
-    def write_file(self, path: str, content: bytes) -> None:
-        self._check()
-        super().write_file(path, content)
-
-
-class DenseFiles(FaultyStore):
-    """A store whose files of dense steps are in memory, of one seed."""
-
-    def __init__(self, path: Path, files: dict[str, bytes]) -> None:
-        super().__init__(path)
-        self._files = files
-
-    def read_file(self, path: str, max_bytes: int) -> bytes:
-        self._check()
-        if path not in self._files:
-            return super().read_file(path, max_bytes)
-        return self._files[path]
+        return self._files[path] if path in self._files else super().read_file(path, max_bytes)
 
     def write_file(self, path: str, content: bytes) -> None:
         self._check()

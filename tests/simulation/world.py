@@ -21,7 +21,7 @@ from loader.rollout.requests import abort_rollout, roll_back, start_rollout
 from tests.simulation.fleet import (
     DISK_ERRORS,
     CoordinatorProcess,
-    DenseFiles,
+    FaultyStore,
     PublisherProcess,
     ServingProcess,
     ShardProcess,
@@ -64,7 +64,7 @@ class World:
         skews = dict(zip(names, scenario.skews_s or (0.0,) * len(names), strict=True))
         self.clocks = {name: Clocks(self.loop, skews[name]) for name in names}
         dense: dict[str, bytes] = {}
-        self.stores = {name: DenseFiles(self.store_path, dense) for name in names}
+        self.stores = {name: FaultyStore(self.store_path, dense) for name in names}
         self.history, self.trace = History(), list[tuple[float, str, str]]()
         self.server = RegistryServer(self.loop, Random(self.random.random()), self._written)
         self.server.lag_s = scenario.lag_s
@@ -74,7 +74,6 @@ class World:
         self._graveyard: list[Process] = []
         self._stamps, self._steps, self._unhealed = 0, dict.fromkeys(VERSIONS, 0), 0
         self._last_fault_s = 0.0
-        self.rollouts: list[Rollout] = []
         self._current: Rollout | None = None
         self._bake: tuple[float, dict[int, int]] | None = None
         self._counted: dict[int, int] = {}
@@ -315,7 +314,7 @@ class World:
         await fleet.put_spec(MODEL, number, self._spec_json)
         timeout_s = 20.0 if bake_s else None
         options: dict[str, Any] = {"canary_share": share, "bake_s": bake_s, "bake_timeout_s": timeout_s}
-        rollout = await start_rollout(
+        await start_rollout(
             fleet,
             MODEL,
             number,
@@ -325,7 +324,6 @@ class World:
             rollout_id=secrets.token_hex(16),
             **options,
         )
-        self.rollouts.append(rollout)
 
     # What is asked.
 
