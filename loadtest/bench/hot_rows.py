@@ -24,7 +24,7 @@ from loadtest.bench.harness import (
     node_process,
     remote_shards,
 )
-from loadtest.load.loops import cpu_seconds
+from loadtest.load.loops import cpu_by_role
 from router.hot_rows import HotRows, HotSet
 from router.plan import Plan
 from router.router import Router
@@ -54,23 +54,23 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
     return hot
 
 
-async def measure_lookups(
-    router: Router, process_ids: Sequence[int], batches: Sequence[KeyedBags], seconds: float
+def measure_lookups(
+    bench: Bench, router: Router, process_ids: Sequence[int], batches: Sequence[KeyedBags], seconds: float
 ) -> Values:
     """Look batches up in turns for some seconds."""
-    wire_bytes, times = 0, list[float]()
-    nodes_s, router_s, started_at = cpu_seconds(process_ids), time.process_time(), time.perf_counter()
-    while len(times) < len(batches) or time.perf_counter() - started_at < seconds:
-        before = time.perf_counter()
-        deadline = time.monotonic() + TIMEOUT_S
-        embeddings = await router.lookup(MODEL, 1, batches[len(times) % len(batches)], deadline, EXACT)
-        times.append(time.perf_counter() - before)
-        wire_bytes += sum(embeddings.times.wire_bytes())
+    wire_bytes = list[int]()
+
+    async def look_up(batch: KeyedBags) -> None:
+        embeddings = await router.lookup(MODEL, 1, batch, time.monotonic() + TIMEOUT_S, EXACT)
+        wire_bytes.append(sum(embeddings.times.wire_bytes()))
+
+    nodes_s, router_s = cpu_by_role(process_ids)["nodes"], time.process_time()
+    median_us = bench.median_call_us(look_up, batches, seconds)
     return {
-        "time of a lookup": 1e3 * float(np.median(times)),
-        "CPU of the router": 1e3 * (time.process_time() - router_s) / len(times),
-        "CPU of the nodes": 1e3 * (cpu_seconds(process_ids) - nodes_s) / len(times),
-        "bytes on sockets": wire_bytes / len(times) / 1e3,
+        "time of a lookup": median_us / 1e3,
+        "CPU of the router": 1e3 * (time.process_time() - router_s) / len(wire_bytes),
+        "CPU of the nodes": 1e3 * (cpu_by_role(process_ids)["nodes"] - nodes_s) / len(wire_bytes),
+        "bytes on sockets": float(np.mean(wire_bytes)) / 1e3,
     }
 
 
@@ -113,7 +113,7 @@ def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
         }
 
         def subject(router: Router, batches: Sequence[KeyedBags]) -> Subject:
-            return lambda number: bench.runner.run(measure_lookups(router, process_ids, batches, seconds))
+            return lambda number: measure_lookups(bench, router, process_ids, batches, seconds)
 
         cells = []
         for hotness, hit_rate in itertools.product((1, 20), HIT_RATES):

@@ -129,7 +129,7 @@ class Limit:
 @lru_cache(maxsize=4)
 def requests_of(workload: BenchWorkload) -> list[RankRequest]:
     """Make the pool's requests, not encoded."""
-    made, rng = bench_workload(workload.shape, workload.head, workload.hotness), np.random.default_rng(BENCH_SEED)
+    made, rng = bench_workload(workload), np.random.default_rng(BENCH_SEED)
     return [made.request(rng) for _ in range(BENCH_REQUESTS)]
 
 
@@ -298,7 +298,7 @@ async def count_calls(snapshot: Path, api: Api, shards: Sequence[Address] = ()) 
             served = await asyncio.to_thread(load_served_model, source, service, loop=loop)
         service.install(served)
         async with running_server(service, ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
-            pool = bench_payloads(CALLS_SHAPE, "mlp", 1, api, 32)
+            pool = bench_payloads(BenchWorkload(shape=CALLS_SHAPE, head="mlp", hotness=1), api, 32)
             with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
                 for number in range(WARM_UP_REQUESTS):
                     await asyncio.to_thread(_send, connection, pool[number % len(pool)])

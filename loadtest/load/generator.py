@@ -55,8 +55,7 @@ def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Pool]:
 def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Pool]:
     api, bench, timeout_ms = load.api or "json", load.workload, load.stated_timeout_ms
     if isinstance(bench, BenchWorkload):
-        drawn = bench.shape, bench.head, bench.hotness
-        pool = bench_payloads(*drawn, api, load.requests, timeout_ms=timeout_ms)
+        pool = bench_payloads(bench, api, load.requests, timeout_ms=timeout_ms)
         return f"{pool.model}, hotness {bench.hotness}", pool
     # Processes that sent the same would find each other's rows in the server's caches.
     seed = load.seed + 2**32 * process

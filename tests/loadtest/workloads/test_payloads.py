@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import RequestFailedError
-from loadtest.workloads.catalog import BenchShape, bench_payloads, open_workload
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, open_workload
 from loadtest.workloads.payloads import APIS, HEADER_LENGTH, Api, Payloads, changing_headers
 from loadtest.workloads.workload import Workload
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
@@ -89,7 +89,8 @@ def test_a_path_or_a_message_names_the_model(api, codec, path):
 
 def test_a_packed_request_of_single_ids_has_no_lengths():
     shape = BenchShape(features=4, rows=9, candidates="5", varied=False)
-    message = ranking_pb2.RankRequest.FromString(bench_payloads(shape, "mlp", 1, "grpc-packed", 1)[0].body)
+    bench = BenchWorkload(shape=shape, head="mlp", hotness=1)
+    message = ranking_pb2.RankRequest.FromString(bench_payloads(bench, "grpc-packed", 1)[0].body)
     assert message.packed.lengths == b""
     assert len(message.packed.ids) == 8 * 4 * 5
 
