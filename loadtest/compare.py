@@ -171,8 +171,7 @@ class ArmMeasure:
             if number == 0:
                 scores = [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]
                 self.expected = self.expected or scores
-                for request, (actual, expected) in enumerate(zip(scores, self.expected, strict=True)):
-                    check_scores(f"{arm.name}, request {request}", actual, expected, self.tolerance)
+                check_scores(arm.name, scores, self.expected, self.tolerance)
         return values | {f"{percentile}, 1 in flight": alone[percentile] for percentile in ("p50", "p99")}
 
     def values_at_rate(self, what: str, load: OfferedLoad, number: int, seconds: float) -> Values:

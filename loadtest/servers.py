@@ -233,15 +233,16 @@ def commit_of(checkout: Path) -> str:
         return f"{checkout.name}, not under git"
 
 
-def check_scores(who: str, scores: Float32Array, expected: Float32Array, allowed: float) -> None:
-    """Raise LoadError, with the candidate that differs most, if scores differ by more than is allowed."""
-    if scores.shape != expected.shape:
-        raise LoadError(f"{who}: {scores.size} scores, {expected.size} expected")
-    differences = np.abs(scores - expected)
-    candidate = int(differences.argmax())
-    # A NaN is not within any tolerance.
-    if not differences[candidate] <= allowed:
-        raise LoadError(
-            f"{who}, candidate {candidate}: its score is {scores[candidate]:.6f}, expected {expected[candidate]:.6f}; "
-            f"they differ by {differences[candidate]:.3g}, allowed is {allowed:g}"
-        )
+def check_scores(who: str, scores: Sequence[Float32Array], expected: Sequence[Float32Array], allowed: float) -> None:
+    """Raise LoadError, with the candidate that differs most, if a request's scores differ by more than is allowed."""
+    for request, (found, right) in enumerate(zip(scores, expected, strict=True)):
+        if found.shape != right.shape:
+            raise LoadError(f"{who}, request {request}: {found.size} scores, {right.size} expected")
+        differences = np.abs(found - right)
+        candidate = int(differences.argmax())
+        # A NaN is not within any tolerance.
+        if not differences[candidate] <= allowed:
+            raise LoadError(
+                f"{who}, request {request}, candidate {candidate}: its score is {found[candidate]:.6f}, expected "
+                f"{right[candidate]:.6f}; they differ by {differences[candidate]:.3g}, allowed is {allowed:g}"
+            )

@@ -184,11 +184,6 @@ class ServedModel:
         load = bench_load(server.target(api), api, workload)
         return [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]
 
-    def check(self, name: str, scores: Sequence[Float32Array], expected: Sequence[Float32Array]) -> None:
-        """Raise LoadError unless a server's scores are the expected ones."""
-        for of_request, right in zip(scores, expected, strict=True):
-            check_scores(name, of_request, right, TOLERANCES[self.dtype])
-
 
 def _batch_counts(server: Server) -> tuple[float, ...]:
     text = server.metrics()
@@ -246,7 +241,7 @@ def measure_server(model: ServedModel, hotness: Sequence[int], apis: Sequence[Ap
         for ids, api in itertools.product(hotness, apis):
             requests = requests_of(model.workload(ids))[:CHECKED_REQUESTS]
             expected = [model.bench.runner.run(limit.scores(merge([request]))) for request in requests]
-            model.check(api, model.scores(server, model.workload(ids), api), expected)
+            check_scores(api, model.scores(server, model.workload(ids), api), expected, TOLERANCES[model.dtype])
         model.bench.run([table for ids in hotness for table in tables_of(model, limit, server, ids, apis)])
 
 
@@ -384,7 +379,7 @@ def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[A
                 servers[side] = stack.enter_context(model.served(side, checkout=checkout))
             for ids, api in cells:
                 scores = {side: model.scores(server, model.workload(ids), api) for side, server in servers.items()}
-                model.check(f"new, {api}", scores["new"], scores["old"])
+                check_scores(f"new, {api}", scores["new"], scores["old"], TOLERANCES[model.dtype])
             yield
 
     def loaded(side: str, ids: int, api: Api, number: int) -> Values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from pydantic import Field
 from loader.errors import ConfigError
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import Frozen, RowDtype, TableSpec
-from loadtest.workloads.payloads import FORMS, Encoding, Payloads
+from loadtest.workloads.payloads import FORMS, Encoding, Pool, drawn_payloads
 from loadtest.workloads.served import described_spec
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
@@ -180,13 +181,14 @@ def bench_workload(bench: BenchWorkload) -> Workload:
 
 def bench_payloads(
     bench: BenchWorkload, api: Encoding, count: int = BENCH_REQUESTS, *, timeout_ms: int | None = 60_000
-) -> Payloads:
+) -> Pool:
     """Make the first `count` requests of the pool, which is the same for every API.
 
     Raises ConfigError: they are larger than MAX_BENCH_BYTES; fewer would be other requests than those of another API.
     """
-    made = bench_workload(bench)
-    pool = Payloads(made, api, count=count, seed=BENCH_SEED, timeout_ms=timeout_ms, max_bytes=MAX_BENCH_BYTES)
+    workload = bench_workload(bench)
+    drawn = islice(drawn_payloads(workload, api, BENCH_SEED, timeout_ms), count)
+    pool = Pool(api, workload.spec.model, drawn, MAX_BENCH_BYTES)
     if len(pool) < count:
         raise ConfigError(f"hotness {bench.hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes")
     return pool

@@ -18,7 +18,7 @@ from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators
 from loadtest.load.loops import Weighed, keep_busy
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads
-from loadtest.workloads.payloads import GRPC_APIS, Payloads
+from loadtest.workloads.payloads import GRPC_APIS, Pool
 from shardrank_testing.loaded_server import CANDIDATES as LOADED_CANDIDATES
 from shardrank_testing.loaded_server import Reply, loaded_grpc_server, loaded_http_server
 
@@ -61,7 +61,7 @@ class CountingServer:
                     self._waiting.clear()
 
 
-def weigh(port: int, in_flight: int, pool: Payloads):
+def weigh(port: int, in_flight: int, pool: Pool):
     """Keep a server busy for a moment; it is this very process."""
     load = OfferedLoad(target=f"{'grpc' if pool.api in GRPC_APIS else 'http'}://127.0.0.1:{port}", api=pool.api)
     times = {"warmup_s": 0.05, "seconds": 0.1}

@@ -126,7 +126,7 @@ def test_the_command_compares_with_fastapi(tmp_path: Path, environments: Path):
 def test_other_scores_are_refused(row_dtype, dtype, who, difference, refused):
     shape, subjects = PRODUCT.model_copy(update={"row_dtype": row_dtype}), subjects_of(PRODUCT, TWO_PEERS)
     ports = {peer: Server(port, port, ()) for port, peer in enumerate((None, *TWO_PEERS), 1)}
-    titles = iter(subject.title for subject in (*reversed(subjects),) * 2)
+    titles = iter(subject.title for subject in reversed(subjects) for _ in range(2))
     generators = SimpleNamespace(scores=lambda load, number: np.full(3, 0.5 + difference * (next(titles) == who)))
     with pytest.raises(LoadError, match=who) if refused else nullcontext():
         check_subjects(shape, subjects, (4,), dtype, generators, ports)
