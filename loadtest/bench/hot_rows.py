@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import click
 import numpy as np
@@ -16,7 +17,6 @@ from loadtest.bench.harness import (
     Bench,
     BenchTable,
     Measure,
-    Subject,
     UniformTables,
     Values,
     bench_command,
@@ -55,7 +55,7 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
 
 
 def measure_lookups(
-    bench: Bench, router: Router, process_ids: Sequence[int], batches: Sequence[KeyedBags], seconds: float
+    bench: Bench, process_ids: Sequence[int], seconds: float, batches: Sequence[KeyedBags], router: Router, _: int
 ) -> Values:
     """Look batches up in turns for some seconds."""
     wire_bytes = list[int]()
@@ -112,13 +112,11 @@ def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
             for name, hot in (("without hot rows", None), ("with hot rows", hot_rows_of(snapshot, plan, hot_rows)))
         }
 
-        def subject(router: Router, batches: Sequence[KeyedBags]) -> Subject:
-            return lambda number: measure_lookups(bench, router, process_ids, batches, seconds)
-
         cells = []
         for hotness, hit_rate in itertools.product((1, 20), HIT_RATES):
             batches = [draw_hits(tables, rng, hotness, hot_rows, hit_rate) for _ in range(BATCHES)]
-            subjects = {name: subject(router, batches) for name, router in routers.items()}
+            measure = partial(measure_lookups, bench, process_ids, seconds, batches)
+            subjects = {name: partial(measure, router) for name, router in routers.items()}
             for measure_once in subjects.values():
                 measure_once(0)
             title = f"cost, {hotness} id{'s' * (hotness > 1)} a bag, hit rate {hit_rate:g}"

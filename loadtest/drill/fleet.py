@@ -114,8 +114,6 @@ def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
     return samples
 
 
-# Opened before the load begins, so that each serving process has some; requests wait for them.
-HTTP_CONNECTIONS = 16
 CONNECT_TIMEOUT_S = 10.0
 # One beyond is recorded as failed without being sent.
 MAX_IN_FLIGHT = 2048
@@ -183,7 +181,7 @@ async def ask_oracle(config: FleetDrillConfig, server: Server | Sequence[Server]
 
     It is there, but empty, once the first request is due.
     """
-    senders = await oracle_senders(config, server, HTTP_CONNECTIONS)
+    senders = await oracle_senders(config, server)
     for sender in senders:
         await sender.open(CONNECT_TIMEOUT_S)
     # What is there by now stays: a collection that walks all questions would delay answers.
