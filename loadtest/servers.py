@@ -235,14 +235,14 @@ def commit_of(checkout: Path) -> str:
 
 def check_scores(who: str, scores: Sequence[Float32Array], expected: Sequence[Float32Array], allowed: float) -> None:
     """Raise LoadError, with the candidate that differs most, if a request's scores differ by more than is allowed."""
-    for request, (found, right) in enumerate(zip(scores, expected, strict=True)):
-        if found.shape != right.shape:
-            raise LoadError(f"{who}, request {request}: {found.size} scores, {right.size} expected")
-        differences = np.abs(found - right)
+    for request, (actual, right) in enumerate(zip(scores, expected, strict=True)):
+        if actual.shape != right.shape:
+            raise LoadError(f"{who}, request {request}: {actual.size} scores, {right.size} expected")
+        differences = np.abs(actual - right)
         candidate = int(differences.argmax())
         # A NaN is not within any tolerance.
         if not differences[candidate] <= allowed:
             raise LoadError(
-                f"{who}, request {request}, candidate {candidate}: its score is {found[candidate]:.6f}, expected "
+                f"{who}, request {request}, candidate {candidate}: its score is {actual[candidate]:.6f}, expected "
                 f"{right[candidate]:.6f}; they differ by {differences[candidate]:.3g}, allowed is {allowed:g}"
             )

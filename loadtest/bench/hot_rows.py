@@ -60,12 +60,12 @@ def measure_lookups(
     """Look batches up in turns for some seconds."""
     wire_bytes = list[int]()
 
-    async def look_up(batch: KeyedBags) -> None:
+    async def lookup(batch: KeyedBags) -> None:
         embeddings = await router.lookup(MODEL, 1, batch, time.monotonic() + TIMEOUT_S, EXACT)
         wire_bytes.append(sum(embeddings.times.wire_bytes()))
 
     nodes_s, router_s = cpu_by_role(process_ids)["nodes"], time.process_time()
-    median_us = bench.median_call_us(look_up, batches, seconds)
+    median_us = bench.median_call_us(lookup, batches, seconds)
     return {
         "time of a lookup": median_us / 1e3,
         "CPU of the router": 1e3 * (time.process_time() - router_s) / len(wire_bytes),
