@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -41,7 +43,20 @@ ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
 THIS_CHECKOUT = Path(__file__).resolve().parents[1]
 """Whose code runs here."""
 SERVED_PACKAGES = ("loader", "shard_node", "router", "serving")
+# Ports that nobody gets who doesn't ask for one by number: they must be free again after a process has ended.
+_UNASSIGNED = range(20_000, 32_000)
 _PORTS = re.compile(r"HTTP: http://[^:]+:(\d+).*?gRPC: [^:]+:(\d+)", re.DOTALL)
+
+
+def free_ports(count: int = 1) -> list[int]:
+    """Return different ports that are free now. Raises LoadError."""
+    ports = list[int]()
+    for port in random.sample(_UNASSIGNED, len(_UNASSIGNED)):
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise LoadError(f"too few ports of {HOST} from {_UNASSIGNED.start} to {_UNASSIGNED.stop} are free")
 
 
 @dataclass(frozen=True, slots=True)

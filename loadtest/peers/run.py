@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from loadtest.cli import same_option, side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import TOLERANCES, OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
-from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
+from loadtest.servers import HOST, Server, ServerCommand, check_scores, free_ports, running, serving
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec
 from loadtest.workloads.payloads import Encoding
 from loadtest.workloads.prepare import random_dense
@@ -113,8 +112,7 @@ def peer_serving(peer: Peer, python: Path, weights: Path, workers: int, first: O
     Raises LoadError: it ends, or does not answer in time.
     """
     # Another program could take the port before the peer does; then the peer ends, and says why.
-    with socket.create_server((HOST, 0)) as unused:
-        port: int = unused.getsockname()[1]
+    (port,) = free_ports()
     settings = {"WEIGHTS": weights.resolve(), "PORT": port, "WORKERS": workers}
     environment = os.environ | {f"PEER_{name}": str(value) for name, value in settings.items()}
     # mosec takes its own address from here. The peer's environment alone is searched for modules.
