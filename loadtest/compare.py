@@ -8,8 +8,6 @@ round all arms must give the same scores of a few requests.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from loadtest.bench.harness import BUSY_MEASURES, CPU, Bench, BenchTable, Measur
 from loadtest.cli import APIS, request_options, workload_option
 from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, TOLERANCES, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
-from loadtest.servers import HOST, ServerCommand, check_scores, running_server, summed
+from loadtest.servers import HOST, ServerCommand, check_scores, free_ports, running_server, summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
 from loadtest.workloads.prepare import write_random_snapshot
@@ -76,10 +74,8 @@ class ServedArm:
         """Choose where its shard nodes listen, the first one's first."""
         if self.transport == "unix":
             return tuple(f"unix:{folder / f'{number}.sock'}" for number in range(self.shards))
-        # All are held until all are chosen. If another program takes one before its node does, the node ends.
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(self.shards)]
-            return tuple(f"{HOST}:{listening.getsockname()[1]}" for listening in sockets)
+        # If another program takes one before its node does, the node ends.
+        return tuple(f"{HOST}:{port}" for port in free_ports(self.shards))
 
     def commands(
         self, snapshot: Path, folder: Path, flags: Sequence[str] = (), serve_flags: Sequence[str] = ()
@@ -171,8 +167,7 @@ class ArmMeasure:
             if number == 0:
                 scores = [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]
                 self.expected = self.expected or scores
-                for request, (actual, expected) in enumerate(zip(scores, self.expected, strict=True)):
-                    check_scores(f"{arm.name}, request {request}", actual, expected, self.tolerance)
+                check_scores(arm.name, scores, self.expected, self.tolerance)
         return values | {f"{percentile}, 1 in flight": alone[percentile] for percentile in ("p50", "p99")}
 
     def values_at_rate(self, what: str, load: OfferedLoad, number: int, seconds: float) -> Values:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -41,7 +43,20 @@ ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
 THIS_CHECKOUT = Path(__file__).resolve().parents[1]
 """Whose code runs here."""
 SERVED_PACKAGES = ("loader", "shard_node", "router", "serving")
+# Ports that nobody gets who doesn't ask for one by number: they must be free again after a process has ended.
+_UNASSIGNED = range(20_000, 32_000)
 _PORTS = re.compile(r"HTTP: http://[^:]+:(\d+).*?gRPC: [^:]+:(\d+)", re.DOTALL)
+
+
+def free_ports(count: int = 1) -> list[int]:
+    """Return different ports that are free now. Raises LoadError."""
+    ports = list[int]()
+    for port in random.sample(_UNASSIGNED, len(_UNASSIGNED)):
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise LoadError(f"too few ports of {HOST} from {_UNASSIGNED.start} to {_UNASSIGNED.stop} are free")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,15 +248,16 @@ def commit_of(checkout: Path) -> str:
         return f"{checkout.name}, not under git"
 
 
-def check_scores(who: str, scores: Float32Array, expected: Float32Array, allowed: float) -> None:
-    """Raise LoadError, with the candidate that differs most, if scores differ by more than is allowed."""
-    if scores.shape != expected.shape:
-        raise LoadError(f"{who}: {scores.size} scores, {expected.size} expected")
-    differences = np.abs(scores - expected)
-    candidate = int(differences.argmax())
-    # A NaN is not within any tolerance.
-    if not differences[candidate] <= allowed:
-        raise LoadError(
-            f"{who}, candidate {candidate}: its score is {scores[candidate]:.6f}, expected {expected[candidate]:.6f}; "
-            f"they differ by {differences[candidate]:.3g}, allowed is {allowed:g}"
-        )
+def check_scores(who: str, scores: Sequence[Float32Array], expected: Sequence[Float32Array], allowed: float) -> None:
+    """Raise LoadError, with the candidate that differs most, if a request's scores differ by more than is allowed."""
+    for request, (actual, right) in enumerate(zip(scores, expected, strict=True)):
+        if actual.shape != right.shape:
+            raise LoadError(f"{who}, request {request}: {actual.size} scores, {right.size} expected")
+        differences = np.abs(actual - right)
+        candidate = int(differences.argmax())
+        # A NaN is not within any tolerance.
+        if not differences[candidate] <= allowed:
+            raise LoadError(
+                f"{who}, request {request}, candidate {candidate}: its score is {actual[candidate]:.6f}, expected "
+                f"{right[candidate]:.6f}; they differ by {differences[candidate]:.3g}, allowed is {allowed:g}"
+            )

@@ -17,7 +17,7 @@ import uvloop
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import make_node
 from loadtest.bench.serving import CALLS_SHAPE, load_over_shards
-from loadtest.workloads.catalog import bench_payloads, bench_spec
+from loadtest.workloads.catalog import BenchWorkload, bench_payloads, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot
 from router.plan import Plan
 from serving import rank
@@ -61,7 +61,8 @@ async def passed_files(path: Path, folder: Path) -> set[str]:
     What runs now and then beside a request is not passed by most of them.
     """
     snapshot, passed, loop = Snapshot.open(path), list[set[str]](), asyncio.get_running_loop()
-    plan, (request,) = Plan.make(snapshot.spec, 2), bench_payloads(CALLS_SHAPE, "mlp", 1, "json", 1)
+    workload = BenchWorkload(shape=CALLS_SHAPE, head="mlp", hotness=1)
+    plan, (request,) = Plan.make(snapshot.spec, 2), bench_payloads(workload, "json", 1)
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":

@@ -17,6 +17,7 @@ import click
 import numpy as np
 
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
+from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, WantedModel
 from loader.snapshot.publishing import register
@@ -43,8 +44,6 @@ DIM, BAGS, HOTNESS = 64, 64, 20
 PUBLISHES_PER_S = 10
 BATCHES, POLL_S = 32, 0.01
 WAIT_S = 60.0
-SWITCH_INTERVAL_S = 0.0005
-"""What serving processes set: how long a thread that waits for the interpreter lets another one have it."""
 MEASURES = (
     Measure("p50 of a lookup", "ms"),
     Measure("p99 of a lookup", "ms"),
@@ -171,7 +170,7 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, forked_rows: int, rows
       shardrank loadtest bench deltas --quick
       shardrank loadtest bench deltas --rows-per-s 60000 --json deltas.json
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     tables = UniformTables(1, rows, DIM)
     rows_per_s = min(rows_per_s, rows * PUBLISHES_PER_S)
     bench.say(f"writing {rows} rows")

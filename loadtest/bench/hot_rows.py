@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import click
 import numpy as np
@@ -16,7 +17,6 @@ from loadtest.bench.harness import (
     Bench,
     BenchTable,
     Measure,
-    Subject,
     UniformTables,
     Values,
     bench_command,
@@ -24,7 +24,7 @@ from loadtest.bench.harness import (
     node_process,
     remote_shards,
 )
-from loadtest.load.loops import cpu_seconds
+from loadtest.load.loops import cpu_by_role
 from router.hot_rows import HotRows, HotSet
 from router.plan import Plan
 from router.router import Router
@@ -54,23 +54,23 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
     return hot
 
 
-async def measure_lookups(
-    router: Router, process_ids: Sequence[int], batches: Sequence[KeyedBags], seconds: float
+def measure_lookups(
+    bench: Bench, process_ids: Sequence[int], seconds: float, batches: Sequence[KeyedBags], router: Router, _: int
 ) -> Values:
     """Look batches up in turns for some seconds."""
-    wire_bytes, times = 0, list[float]()
-    nodes_s, router_s, started_at = cpu_seconds(process_ids), time.process_time(), time.perf_counter()
-    while len(times) < len(batches) or time.perf_counter() - started_at < seconds:
-        before = time.perf_counter()
-        deadline = time.monotonic() + TIMEOUT_S
-        embeddings = await router.lookup(MODEL, 1, batches[len(times) % len(batches)], deadline, EXACT)
-        times.append(time.perf_counter() - before)
-        wire_bytes += sum(embeddings.times.wire_bytes())
+    wire_bytes = list[int]()
+
+    async def lookup(batch: KeyedBags) -> None:
+        embeddings = await router.lookup(MODEL, 1, batch, time.monotonic() + TIMEOUT_S, EXACT)
+        wire_bytes.append(sum(embeddings.times.wire_bytes()))
+
+    nodes_s, router_s = cpu_by_role(process_ids)["nodes"], time.process_time()
+    median_us = bench.median_call_us(lookup, batches, seconds)
     return {
-        "time of a lookup": 1e3 * float(np.median(times)),
-        "CPU of the router": 1e3 * (time.process_time() - router_s) / len(times),
-        "CPU of the nodes": 1e3 * (cpu_seconds(process_ids) - nodes_s) / len(times),
-        "bytes on sockets": wire_bytes / len(times) / 1e3,
+        "time of a lookup": median_us / 1e3,
+        "CPU of the router": 1e3 * (time.process_time() - router_s) / len(wire_bytes),
+        "CPU of the nodes": 1e3 * (cpu_by_role(process_ids)["nodes"] - nodes_s) / len(wire_bytes),
+        "bytes on sockets": float(np.mean(wire_bytes)) / 1e3,
     }
 
 
@@ -112,13 +112,11 @@ def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
             for name, hot in (("without hot rows", None), ("with hot rows", hot_rows_of(snapshot, plan, hot_rows)))
         }
 
-        def subject(router: Router, batches: Sequence[KeyedBags]) -> Subject:
-            return lambda number: bench.runner.run(measure_lookups(router, process_ids, batches, seconds))
-
         cells = []
         for hotness, hit_rate in itertools.product((1, 20), HIT_RATES):
             batches = [draw_hits(tables, rng, hotness, hot_rows, hit_rate) for _ in range(BATCHES)]
-            subjects = {name: subject(router, batches) for name, router in routers.items()}
+            measure = partial(measure_lookups, bench, process_ids, seconds, batches)
+            subjects = {name: partial(measure, router) for name, router in routers.items()}
             for measure_once in subjects.values():
                 measure_once(0)
             title = f"cost, {hotness} id{'s' * (hotness > 1)} a bag, hit rate {hit_rate:g}"

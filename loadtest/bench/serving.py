@@ -129,7 +129,7 @@ class Limit:
 @lru_cache(maxsize=4)
 def requests_of(workload: BenchWorkload) -> list[RankRequest]:
     """Make the pool's requests, not encoded."""
-    made, rng = bench_workload(workload.shape, workload.head, workload.hotness), np.random.default_rng(BENCH_SEED)
+    made, rng = bench_workload(workload), np.random.default_rng(BENCH_SEED)
     return [made.request(rng) for _ in range(BENCH_REQUESTS)]
 
 
@@ -183,11 +183,6 @@ class ServedModel:
         """Return a server's scores of a few requests."""
         load = bench_load(server.target(api), api, workload)
         return [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]
-
-    def check(self, name: str, scores: Sequence[Float32Array], expected: Sequence[Float32Array]) -> None:
-        """Raise LoadError unless a server's scores are the expected ones."""
-        for of_request, right in zip(scores, expected, strict=True):
-            check_scores(name, of_request, right, TOLERANCES[self.dtype])
 
 
 def _batch_counts(server: Server) -> tuple[float, ...]:
@@ -246,7 +241,7 @@ def measure_server(model: ServedModel, hotness: Sequence[int], apis: Sequence[Ap
         for ids, api in itertools.product(hotness, apis):
             requests = requests_of(model.workload(ids))[:CHECKED_REQUESTS]
             expected = [model.bench.runner.run(limit.scores(merge([request]))) for request in requests]
-            model.check(api, model.scores(server, model.workload(ids), api), expected)
+            check_scores(api, model.scores(server, model.workload(ids), api), expected, TOLERANCES[model.dtype])
         model.bench.run([table for ids in hotness for table in tables_of(model, limit, server, ids, apis)])
 
 
@@ -298,7 +293,7 @@ async def count_calls(snapshot: Path, api: Api, shards: Sequence[Address] = ()) 
             served = await asyncio.to_thread(load_served_model, source, service, loop=loop)
         service.install(served)
         async with running_server(service, ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
-            pool = bench_payloads(CALLS_SHAPE, "mlp", 1, api, 32)
+            pool = bench_payloads(BenchWorkload(shape=CALLS_SHAPE, head="mlp", hotness=1), api, 32)
             with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
                 for number in range(WARM_UP_REQUESTS):
                     await asyncio.to_thread(_send, connection, pool[number % len(pool)])
@@ -384,7 +379,7 @@ def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[A
                 servers[side] = stack.enter_context(model.served(side, checkout=checkout))
             for ids, api in cells:
                 scores = {side: model.scores(server, model.workload(ids), api) for side, server in servers.items()}
-                model.check(f"new, {api}", scores["new"], scores["old"])
+                check_scores(f"new, {api}", scores["new"], scores["old"], TOLERANCES[model.dtype])
             yield
 
     def loaded(side: str, ids: int, api: Api, number: int) -> Values:

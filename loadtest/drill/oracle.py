@@ -169,10 +169,10 @@ class Question:
     counts: Int64Array
     expected: Float32Array
 
-    def side(self, side: Side) -> dict[str, Any]:
-        """Return the ids of the context's features, or the candidates' bags, as a client has them."""
-        chosen = {name: bags for name, bags in self.bags.items() if FEATURES[name][1] == side}
-        return chosen if side == "candidate" else {name: bags[0] for name, bags in chosen.items()}
+    def sides(self) -> tuple[dict[str, list[int]], Bags]:
+        """Return the ids of the context's features, and the candidates' bags, as a client has them."""
+        context = {name: bags[0] for name, bags in self.bags.items() if FEATURES[name][1] == "context"}
+        return context, {name: bags for name, bags in self.bags.items() if name not in context}
 
 
 def make_questions(spec: ModelSpec, num_each: int, seed: int = 0) -> dict[Method, list[Question]]:
@@ -262,6 +262,8 @@ PROTOBUF = (("content-type", "application/x-protobuf"), ("accept", "application/
 # Deadline of each request, which brings it; from when it is due, it is also what the load waits at most.
 TIMEOUT_MS = 5000
 QUESTIONS_EACH = 256
+# Opened before the load begins, so that each serving process has some; requests wait for them.
+HTTP_CONNECTIONS = 16
 
 
 def api_of(number: int) -> int:
@@ -304,8 +306,7 @@ class ClientSender:
         question, request.sent = self._questions[request.number % len(self._questions)], time.monotonic()
         try:
             if question.method == "rank":
-                sides = question.side("context"), question.side("candidate")
-                return judge_result(question, request, await self._client.rank(self._model, *sides))
+                return judge_result(question, request, await self._client.rank(self._model, *question.sides()))
             return judge_result(question, request, await self._client.lookup(self._model, question.bags))
         except ShardrankError as error:
             return Failure(error.kind, str(error))
@@ -313,9 +314,7 @@ class ClientSender:
             request.finished_at = time.monotonic()
 
 
-async def oracle_senders(
-    shape: OracleShape, server: Server | Sequence[Server], http_connections: int
-) -> Sequence[Sender | ClientSender]:
+async def oracle_senders(shape: OracleShape, server: Server | Sequence[Server]) -> Sequence[Sender | ClientSender]:
     """Make the senders of the oracle's questions, over HTTP and over gRPC, with the judge of their answers.
 
     Several servers are asked by the Python client; one is by senders that never repeat a request.
@@ -327,8 +326,7 @@ async def oracle_senders(
     for question in questions:
         message: Any = lookup_request(question.bags, {})
         if question.method == "rank":
-            sides = question.side("context"), question.side("candidate")
-            message = RankFeatures(*sides, weights={}, context_dense=None, candidate_dense=None).by_name()
+            message = RankFeatures(*question.sides(), weights={}, context_dense=None, candidate_dense=None).by_name()
         message.model, message.timeout_ms = shape.model, TIMEOUT_MS
         body = message.SerializeToString()
         over_http.append(Payload(f"/v1/models/{shape.model}:{question.method}", body, PROTOBUF, 0))
@@ -341,5 +339,5 @@ async def oracle_senders(
         except ShardrankError as error:
             return Failure(error.kind, str(error))
 
-    http_sender = await make_sender(server.target("json"), over_http, check, connections=http_connections)
+    http_sender = await make_sender(server.target("json"), over_http, check, connections=HTTP_CONNECTIONS)
     return http_sender, await make_sender(server.target("grpc"), over_grpc, check)

@@ -21,7 +21,7 @@ from loadtest.drill.config import GIVE_UP_MS, Judged, Limit, OverloadDrillConfig
 from loadtest.errors import LoadError
 from loadtest.load.config import OfferedLoad, bench_load
 from loadtest.load.generator import ANSWER_SLACK_S, LEAD_S, Generators, event_loop, offer, open_payloads
-from loadtest.load.loops import Weighed, arrival_times, cpu_seconds, not_busy_because
+from loadtest.load.loops import Weighed, arrival_times, cpu_by_role, not_busy_because
 from loadtest.load.result import MAX_CPU_SHARE, OK, Done, Float64Array, Recorder, Rows, percentiles
 from loadtest.load.senders import Failure, Outgoing
 from loadtest.servers import Server, serving, summed
@@ -74,7 +74,8 @@ def work_of(server: Server) -> Float64Array:
     metrics = server.metrics()
     seconds = summed(metrics, "shardrank_stage_seconds_sum", "stage")
     batches = sum(summed(metrics, "shardrank_batch_requests_count").values())
-    return np.array([batches, sum(seconds.get(stage, 0) for stage in BATCH_STAGES), cpu_seconds(server.process_ids)])
+    cpu_s = sum(cpu_by_role(server.process_ids).values())
+    return np.array([batches, sum(seconds.get(stage, 0) for stage in BATCH_STAGES), cpu_s])
 
 
 async def run_drill(config: OverloadDrillConfig, folder: Path, progress: Progress) -> Report:

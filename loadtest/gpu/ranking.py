@@ -74,7 +74,6 @@ def measure_ranking(results: Results, open_cards: Callable[[int], Cards], size: 
                 for candidates, scores in expected.items():
                     pairs = zip(requests[candidates], scores, strict=True)
                     differences = np.concatenate([served.rank(request) - right for request, right in pairs])
-                    # Of a score, as a fraction of the standard deviation of all.
                     difference = float(np.abs(differences).max() / np.concatenate(scores).std())
                     if not difference <= TOLERANCE[dtype]:
                         raise WrongAnswerError(f"{num_cards} cards: a score is {difference:.2e} deviations off")

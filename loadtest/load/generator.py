@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache, partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,7 +31,7 @@ from loadtest.load.loops import ANSWER_TIMEOUT_S, Weighed, arrival_times, keep_b
 from loadtest.load.result import Done, LoadResult, Ready, Recorder, make_result
 from loadtest.load.senders import Failure, Judge, Outgoing, check_answer, make_sender
 from loadtest.workloads.catalog import BenchWorkload, bench_payloads, open_workload
-from loadtest.workloads.payloads import MAX_POOL_BYTES, Payloads, Pool, changing_headers, payload_of
+from loadtest.workloads.payloads import MAX_POOL_BYTES, Pool, changing_headers, drawn_payloads, payload_of
 from loadtest.workloads.served import requests_like
 from serving.description import ModelInfo
 from serving.fleet.process import PARENT_PID_VARIABLE, die_with_parent
@@ -55,8 +56,7 @@ def open_payloads(load: OfferedLoad, process: int = 0) -> tuple[str, Pool]:
 def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Pool]:
     api, bench, timeout_ms = load.api or "json", load.workload, load.stated_timeout_ms
     if isinstance(bench, BenchWorkload):
-        drawn = bench.shape, bench.head, bench.hotness
-        pool = bench_payloads(*drawn, api, load.requests, timeout_ms=timeout_ms)
+        pool = bench_payloads(bench, api, load.requests, timeout_ms=timeout_ms)
         return f"{pool.model}, hotness {bench.hotness}", pool
     # Processes that sent the same would find each other's rows in the server's caches.
     seed = load.seed + 2**32 * process
@@ -67,7 +67,8 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Pool]:
         return f"{bench.model}, like {load.like}", Pool(api, bench.model, payloads, MAX_POOL_BYTES)
     chosen = {"ids", "candidates", "hotness", "varied"}
     workload = open_workload(bench, **load.model_dump(include=chosen))
-    return workload.name, Payloads(workload, api, count=load.requests, timeout_ms=timeout_ms, seed=seed)
+    drawn = islice(drawn_payloads(workload, api, seed, timeout_ms), load.requests)
+    return workload.name, Pool(api, workload.spec.model, drawn, MAX_POOL_BYTES)
 
 
 async def offer(

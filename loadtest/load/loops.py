@@ -178,11 +178,6 @@ def cpu_by_role(process_ids: Iterable[int]) -> dict[Role, float]:
     return total_s
 
 
-def cpu_seconds(process_ids: Iterable[int]) -> float:
-    """Add up the processor time that processes have used so far. Raises psutil.NoSuchProcess."""
-    return sum(cpu_by_role(process_ids).values())
-
-
 async def keep_busy(
     load: OfferedLoad, pool: Pool, *, in_flight: int, warmup_s: float, seconds: float, process_ids: Sequence[int]
 ) -> Weighed:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -26,7 +24,7 @@ from loadtest.cli import same_option, side_split_option
 from loadtest.errors import RequestFailedError
 from loadtest.load.config import TOLERANCES, OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
-from loadtest.servers import HOST, Server, ServerCommand, check_scores, running, serving
+from loadtest.servers import HOST, Server, ServerCommand, check_scores, free_ports, running, serving
 from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec
 from loadtest.workloads.payloads import Encoding
 from loadtest.workloads.prepare import random_dense
@@ -114,8 +112,7 @@ def peer_serving(peer: Peer, python: Path, weights: Path, workers: int, first: O
     Raises LoadError: it ends, or does not answer in time.
     """
     # Another program could take the port before the peer does; then the peer ends, and says why.
-    with socket.create_server((HOST, 0)) as unused:
-        port: int = unused.getsockname()[1]
+    (port,) = free_ports()
     settings = {"WEIGHTS": weights.resolve(), "PORT": port, "WORKERS": workers}
     environment = os.environ | {f"PEER_{name}": str(value) for name, value in settings.items()}
     # mosec takes its own address from here. The peer's environment alone is searched for modules.
@@ -147,14 +144,15 @@ def check_subjects(
 ) -> None:
     """Compare the scores of all subjects with a peer's. Raises LoadError."""
     is_float32 = shape.row_dtype == "fp32" and dtype == "float32"
-    for ids, number in product(hotness, range(CHECKED_REQUESTS)):
-        expected: Float32Array | None = None
+    for ids in hotness:
+        expected = list[Float32Array]()
         for subject in reversed(subjects):  # The last is a peer.
-            scores = generators.scores(subject.load(shape, servers[subject.peer], ids), number)
-            expected = scores if expected is None else expected
+            load = subject.load(shape, servers[subject.peer], ids)
+            scores = [generators.scores(load, number) for number in range(CHECKED_REQUESTS)]
+            expected = expected or scores
             # Peers compute in float32, but add in another order; shardrank's rows may be int8 and its MLP bfloat16.
             allowed = TOLERANCES["float32" if subject.peer or is_float32 else "int8"]
-            check_scores(f"{subject.title}, request {number}", scores, expected, allowed)
+            check_scores(subject.title, scores, expected, allowed)
 
 
 def best_of(peers: Sequence[str], values: Mapping[str, Values]) -> Values:

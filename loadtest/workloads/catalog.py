@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from pydantic import Field
 from loader.errors import ConfigError
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import Frozen, RowDtype, TableSpec
-from loadtest.workloads.payloads import FORMS, Encoding, Payloads
+from loadtest.workloads.payloads import FORMS, Encoding, Pool, drawn_payloads
 from loadtest.workloads.served import described_spec
 from loadtest.workloads.workload import (
     MLPERF_CANDIDATES,
@@ -28,9 +29,6 @@ from router.planning.inputs import catalog_model
 from serving.description import ModelInfo
 
 Head: TypeAlias = Literal["mlp", "dlrm"]
-
-
-WORKLOADS_TEXT = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], bench-mlp[:HOTNESS], bench-dlrm[:HOTNESS]"
 
 
 def open_workload(
@@ -64,7 +62,8 @@ def open_workload(
         spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
         of_each = parse_hotness([suffix if colon else "1"], spec)
     else:
-        raise ConfigError(f"workload: {text!r} is not one of {WORKLOADS_TEXT}")
+        known = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], bench-mlp[:HOTNESS], bench-dlrm[:HOTNESS]"
+        raise ConfigError(f"workload: {text!r} is not one of {known}")
     drawn_ids = drawn_ids if ids is None else parse_ids(ids)
     name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"
     return Workload(name, spec, of_each, drawn_ids, counts, ragged=varied)
@@ -172,29 +171,24 @@ def bench_spec(shape: BenchShape, head: Head) -> ModelSpec:
     )
 
 
-def bench_workload(shape: BenchShape, head: Head, hotness: int) -> Workload:
-    """Open a `BenchWorkload`; ids are uniform, the worst case for caches."""
-    spec = bench_spec(shape, head)
-    counts = parse_candidates(shape.candidates)
+def bench_workload(bench: BenchWorkload) -> Workload:
+    """Open it; ids are uniform, the worst case for caches."""
+    spec, hotness = bench_spec(bench.shape, bench.head), bench.hotness
+    counts = parse_candidates(bench.shape.candidates)
     of_each = dict.fromkeys((feature.name for feature in spec.features), hotness)
-    return Workload(f"{spec.model}, hotness {hotness}", spec, of_each, Uniform(), counts, ragged=shape.varied)
+    return Workload(f"{spec.model}, hotness {hotness}", spec, of_each, Uniform(), counts, ragged=bench.shape.varied)
 
 
 def bench_payloads(
-    shape: BenchShape,
-    head: Head,
-    hotness: int,
-    api: Encoding,
-    count: int = BENCH_REQUESTS,
-    *,
-    timeout_ms: int | None = 60_000,
-) -> Payloads:
+    bench: BenchWorkload, api: Encoding, count: int = BENCH_REQUESTS, *, timeout_ms: int | None = 60_000
+) -> Pool:
     """Make the first `count` requests of the pool, which is the same for every API.
 
     Raises ConfigError: they are larger than MAX_BENCH_BYTES; fewer would be other requests than those of another API.
     """
-    made = bench_workload(shape, head, hotness)
-    pool = Payloads(made, api, count=count, seed=BENCH_SEED, timeout_ms=timeout_ms, max_bytes=MAX_BENCH_BYTES)
+    workload = bench_workload(bench)
+    drawn = islice(drawn_payloads(workload, api, BENCH_SEED, timeout_ms), count)
+    pool = Pool(api, workload.spec.model, drawn, MAX_BENCH_BYTES)
     if len(pool) < count:
-        raise ConfigError(f"hotness {hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes")
+        raise ConfigError(f"hotness {bench.hotness}: {count} requests of {api} are more than {MAX_BENCH_BYTES} bytes")
     return pool

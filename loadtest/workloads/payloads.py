@@ -103,22 +103,11 @@ class Pool(list[Payload]):
             raise RequestFailedError(f"the answer is not one to a rank request: {error!r}") from error
 
 
-class Payloads(Pool):
-    """A pool of `count` distinct requests of a workload, which for the same seed are the same in every API."""
-
-    def __init__(
-        self,
-        workload: Workload,
-        api: Encoding,
-        *,
-        count: int = 256,
-        seed: int = 0,
-        timeout_ms: int | None = None,
-        max_bytes: int = MAX_POOL_BYTES,
-    ) -> None:
-        model, rng = workload.spec.model, np.random.default_rng(seed)
-        drawn = (payload_of(workload.schema, workload.request(rng), api, model, timeout_ms) for _ in range(count))
-        super().__init__(api, model, drawn, max_bytes)
+def drawn_payloads(workload: Workload, api: Encoding, seed: int, timeout_ms: int | None = None) -> Iterator[Payload]:
+    """Draw distinct requests of a workload without end, which for the same seed are the same in every API."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield payload_of(workload.schema, workload.request(rng), api, workload.spec.model, timeout_ms)
 
 
 def payload_of(

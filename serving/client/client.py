@@ -115,21 +115,19 @@ class Requests:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Any] | None = None,
     ) -> None:
-        transports: list[Transport] = []
+        self._servers, self._round = list[_Server](), itertools.count()
         if isinstance(address, str | Sequence):
-            targets = [
-                Target(each, token, ca, cert, key) for each in ([address] if isinstance(address, str) else address)
-            ]
+            addresses = [address] if isinstance(address, str) else address
             try:
-                for target in targets:
-                    transports.append((GrpcTransport if target.is_grpc else HttpTransport)(target, self._on_loop))
+                for target in [Target(each, token, ca, cert, key) for each in addresses]:
+                    kind = GrpcTransport if target.is_grpc else HttpTransport
+                    self._servers.append(_Server(kind(target, self._on_loop)))
             except OSError as error:
                 raise ConfigError(f"ca, cert, key: {error}", field="ca") from error
-            if not targets:
+            if not addresses:
                 raise ConfigError("address: there is none in the list", field="address")
         else:
-            transports.append(address)
-        self._servers, self._round = [_Server(transport) for transport in transports], itertools.count()
+            self._servers.append(_Server(address))
         self._is_closed = False
         self._timeout_ms = timeout_ms
         self._retry = retry or RetryPolicy()

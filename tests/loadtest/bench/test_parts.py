@@ -28,7 +28,7 @@ def test_limit_gives_the_scores_of_a_served_model(tmp_path: Path, head, hotness,
     shape = SHAPE.model_copy(update={"varied": varied})
     path = write_random_snapshot(bench_spec(shape, head), tmp_path)
     workload = BenchWorkload(shape=shape, head=head, hotness=hotness)
-    limit, pool = Limit(path, "float32"), bench_payloads(shape, head, hotness, "json", 5)
+    limit, pool = Limit(path, "float32"), bench_payloads(workload, "json", 5)
     assert len({payload.num_candidates for payload in pool}) > 1
     with Ranker.open(path, dtype="float32") as ranker:
         for payload, request in zip(pool, requests_of(workload), strict=False):
@@ -45,7 +45,7 @@ def test_limit_gives_the_scores_of_a_served_model(tmp_path: Path, head, hotness,
 def test_requests_of_a_limit_are_never_fewer(monkeypatch) -> None:
     monkeypatch.setattr("loadtest.workloads.catalog.MAX_BENCH_BYTES", 2000)
     with pytest.raises(ConfigError, match="hotness 4: 64 requests of json are more than 2000 bytes"):
-        bench_payloads(SHAPE, "mlp", 4, "json")
+        bench_payloads(BenchWorkload(shape=SHAPE, head="mlp", hotness=4), "json")
 
 
 def test_drawn_ids_hit_at_the_chosen_rate() -> None:

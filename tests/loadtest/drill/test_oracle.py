@@ -61,7 +61,7 @@ def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, versi
     with Ranker.open(folder, cards=4, dtype="float32") as ranker:
         for question in questions["rank"] + questions["lookup"]:
             if question.method == "rank":
-                sides = {"context": question.side("context"), "candidates": question.side("candidate")}
+                sides = dict(zip(("context", "candidates"), question.sides(), strict=True))
                 answer = ranker.rank(SPEC.model, **sides)
                 values = answer.scores
             else:

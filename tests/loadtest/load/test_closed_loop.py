@@ -17,14 +17,16 @@ from loadtest.errors import LoadError, RequestFailedError
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators
 from loadtest.load.loops import Weighed, keep_busy
-from loadtest.workloads.catalog import BenchShape, bench_payloads
-from loadtest.workloads.payloads import GRPC_APIS, Payloads
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads
+from loadtest.workloads.payloads import GRPC_APIS, Pool
 from shardrank_testing.loaded_server import CANDIDATES as LOADED_CANDIDATES
 from shardrank_testing.loaded_server import Reply, loaded_grpc_server, loaded_http_server
 
-SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2, candidates="7")
 CANDIDATES = 7
-LOADED = SHAPE.model_copy(update={"candidates": str(LOADED_CANDIDATES)})
+SHAPE = BenchShape(features=3, embedding_dim=8, rows=200, dense=2, candidates=f"{CANDIDATES}")
+SMALL = BenchWorkload(shape=SHAPE, head="mlp", hotness=1)
+LOADED_SHAPE = SHAPE.model_copy(update={"candidates": str(LOADED_CANDIDATES)})
+LOADED = BenchWorkload(shape=LOADED_SHAPE, head="mlp", hotness=1)
 
 
 def test_processes_report_bugs_and_calls_that_take_too_long() -> None:
@@ -59,7 +61,7 @@ class CountingServer:
                     self._waiting.clear()
 
 
-def weigh(port: int, in_flight: int, pool: Payloads):
+def weigh(port: int, in_flight: int, pool: Pool):
     """Keep a server busy for a moment; it is this very process."""
     load = OfferedLoad(target=f"{'grpc' if pool.api in GRPC_APIS else 'http'}://127.0.0.1:{port}", api=pool.api)
     times = {"warmup_s": 0.05, "seconds": 0.1}
@@ -71,7 +73,7 @@ def test_all_requests_are_always_out_and_count_after_the_warm_up() -> None:
 
     async def main() -> Weighed:
         async with await asyncio.start_server(counting.handle, "127.0.0.1", 0) as server:
-            return await weigh(server.sockets[0].getsockname()[1], 5, bench_payloads(SHAPE, "mlp", 1, "json"))
+            return await weigh(server.sockets[0].getsockname()[1], 5, bench_payloads(SMALL, "json"))
 
     weighed = asyncio.run(main())
     assert 0 < weighed.requests < counting.answered
@@ -84,7 +86,7 @@ def test_all_requests_are_always_out_and_count_after_the_warm_up() -> None:
 
 def test_each_request_has_a_trace_and_an_id_of_its_own() -> None:
     with loaded_grpc_server() as server:
-        weighed = uvloop.run(weigh(server.port, 2, bench_payloads(LOADED, "mlp", 1, "grpc")))
+        weighed = uvloop.run(weigh(server.port, 2, bench_payloads(LOADED, "grpc")))
     for name in ("traceparent", "x-request-id"):
         assert len({head[name] for head in server.heads}) == len(server.heads) > weighed.requests
 
@@ -103,6 +105,6 @@ def test_each_request_has_a_trace_and_an_id_of_its_own() -> None:
 def test_a_failed_request_ends_the_measurement(api, reply, problem) -> None:
     server_of = loaded_http_server if api == "json" else loaded_grpc_server
     with server_of(lambda number: reply) as server, pytest.raises(RequestFailedError, match=problem) as failure:
-        uvloop.run(weigh(server.port, 1, bench_payloads(SHAPE, "mlp", 1, api)))
+        uvloop.run(weigh(server.port, 1, bench_payloads(SMALL, api)))
     assert str(failure.value).startswith(f"{api}: ")
     assert str(failure.value).endswith(" (1 in flight)")

@@ -20,7 +20,7 @@ from loadtest.load.generator import offer
 from loadtest.load.loops import PreciseTimer, arrival_times
 from loadtest.load.result import Done, LoadResult, Ready, Recorder, make_result
 from loadtest.workloads.catalog import open_workload
-from loadtest.workloads.payloads import Payloads
+from loadtest.workloads.payloads import MAX_POOL_BYTES, Pool, drawn_payloads
 from shardrank_testing.loaded_server import CANDIDATES, Reply, loaded_grpc_server, loaded_http_server
 
 SERVERS = {"json": loaded_http_server, "grpc": loaded_grpc_server}
@@ -35,14 +35,14 @@ def load(
     rate: float = 200,
     duration_s: float = 0.5,
     lead_s: float = 0.05,
-    pool_class: type[Payloads] = Payloads,
+    pool_class: type[Pool] = Pool,
     **options: object,
 ) -> LoadResult:
     """Run a load in this process; times out after 5 s, unless told otherwise."""
     target = f"{'http' if api == 'json' else 'grpc'}://127.0.0.1:{port}"
     config = OfferedLoad(**{"target": target, "arrivals": "constant", "timeout_ms": 5000, **options})
     run = RunConfig(rate=rate, duration_s=duration_s, warmup_s=0)
-    pool = pool_class(WORKLOAD, api, count=4)
+    pool = pool_class(api, "m", itertools.islice(drawn_payloads(WORKLOAD, api, 0), 4), MAX_POOL_BYTES)
 
     async def measured() -> Done:
         times = arrival_times(config.arrivals, rate, run.until_s)
@@ -173,7 +173,7 @@ def test_without_a_server_every_request_fails(hang_up):
 
 
 def test_a_run_of_a_late_generator_is_not_valid(monkeypatch):
-    class BusyPayloads(Payloads):
+    class BusyPool(Pool):
         """Takes 250 ms of the generator's process for one answer."""
 
         reads = itertools.count()
@@ -183,7 +183,7 @@ def test_a_run_of_a_late_generator_is_not_valid(monkeypatch):
             return super().scores(answer)
 
     with loaded_http_server() as server:
-        result = load(server.port, duration_s=1, arrivals="poisson", pool_class=BusyPayloads)
+        result = load(server.port, duration_s=1, arrivals="poisson", pool_class=BusyPool)
     assert result.answered == server.requests == len([*arrival_times("poisson", 200, 1.0)]) != 200
     # About 50 requests were due in those 250 ms; p99 is the third latest.
     assert min(result.generator.lag_p99_ms, result.latency.p99_ms) >= 150
@@ -191,7 +191,7 @@ def test_a_run_of_a_late_generator_is_not_valid(monkeypatch):
     assert "late" in result.invalid_because[0]
 
 
-class BrokenPayloads(Payloads):
+class BrokenPool(Pool):
     def scores(self, answer: bytes) -> list[float]:
         raise ZeroDivisionError("a bug of the judge")
 
@@ -199,7 +199,7 @@ class BrokenPayloads(Payloads):
 @pytest.mark.parametrize("api", ["json", "grpc"])
 def test_a_bug_of_the_judge_ends_the_run(api):
     with SERVERS[api]() as server, pytest.raises(ExceptionGroup) as raised:
-        load(server.port, api, pool_class=BrokenPayloads)
+        load(server.port, api, pool_class=BrokenPool)
     assert raised.group_contains(ZeroDivisionError)
 
 

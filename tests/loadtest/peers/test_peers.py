@@ -21,7 +21,7 @@ from loadtest.cli import loadtest
 from loadtest.errors import LoadError
 from loadtest.peers.run import FOLDER, MEASURES, PEERS, best_of, check_subjects, subjects_of
 from loadtest.servers import Server
-from loadtest.workloads.catalog import BenchShape, bench_payloads, bench_spec
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
 from loadtest.workloads.payloads import HEADER_LENGTH
 from loadtest.workloads.prepare import random_dense
 
@@ -54,13 +54,17 @@ def run_command(*arguments: str | Path):
     return CliRunner().invoke(loadtest, ["peers", *map(str, arguments)])
 
 
+def product(hotness: int) -> BenchWorkload:
+    return BenchWorkload(shape=PRODUCT, head="mlp", hotness=hotness)
+
+
 def bodies(encoding: str, hotness: int = 4) -> list[bytes]:
-    return [payload.body for payload in bench_payloads(PRODUCT, "mlp", hotness, encoding, 9)]
+    return [payload.body for payload in bench_payloads(product(hotness), encoding, 9)]
 
 
 @pytest.mark.parametrize("once", ["", "-once"])
 def test_triton_gets_the_bytes_of_the_others(once):
-    (flat, *_), payload = bodies(f"flat{once}"), bench_payloads(PRODUCT, "mlp", 4, f"tensors{once}", 1)[0]
+    (flat, *_), payload = bodies(f"flat{once}"), bench_payloads(product(4), f"tensors{once}", 1)[0]
     header_bytes = int(dict(payload.headers)[HEADER_LENGTH])
     (tensor,) = json.loads(payload.body[:header_bytes])["inputs"]
     assert (tensor["name"], tensor["datatype"], tensor["shape"]) == ("body", "UINT8", [1, len(flat)])
@@ -122,7 +126,7 @@ def test_the_command_compares_with_fastapi(tmp_path: Path, environments: Path):
 def test_other_scores_are_refused(row_dtype, dtype, who, difference, refused):
     shape, subjects = PRODUCT.model_copy(update={"row_dtype": row_dtype}), subjects_of(PRODUCT, TWO_PEERS)
     ports = {peer: Server(port, port, ()) for port, peer in enumerate((None, *TWO_PEERS), 1)}
-    titles = iter(subject.title for subject in (*reversed(subjects),) * 2)
+    titles = iter(subject.title for subject in reversed(subjects) for _ in range(2))
     generators = SimpleNamespace(scores=lambda load, number: np.full(3, 0.5 + difference * (next(titles) == who)))
     with pytest.raises(LoadError, match=who) if refused else nullcontext():
         check_subjects(shape, subjects, (4,), dtype, generators, ports)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.errors import RequestFailedError
-from loadtest.workloads.catalog import BenchShape, bench_payloads, open_workload
-from loadtest.workloads.payloads import APIS, HEADER_LENGTH, Api, Payloads, changing_headers
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, open_workload
+from loadtest.workloads.payloads import APIS, HEADER_LENGTH, MAX_POOL_BYTES, Api, Pool, changing_headers, drawn_payloads
 from loadtest.workloads.workload import Workload
 from serving.formats.infer import InferGrpcCodec, InferHttpCodec
 from serving.formats.json_reader import JsonCodec
@@ -33,8 +33,20 @@ def small_workload(name: str):
     return open_workload(name, candidates="3-9:5")
 
 
+def pool_of(
+    workload: Workload,
+    api: Api,
+    count: int,
+    *,
+    seed: int = 0,
+    timeout_ms: int | None = None,
+    max_bytes: int = MAX_POOL_BYTES,
+) -> Pool:
+    return Pool(api, "m", itertools.islice(drawn_payloads(workload, api, seed, timeout_ms), count), max_bytes)
+
+
 def assert_read_back(workload: Workload, api: Api, seed: int) -> None:
-    made, rng = Payloads(workload, api, count=2, seed=seed, timeout_ms=TIMEOUT_MS), np.random.default_rng(seed)
+    made, rng = pool_of(workload, api, 2, seed=seed, timeout_ms=TIMEOUT_MS), np.random.default_rng(seed)
     assert len(made) == 2
     for payload in made:
         request, found = workload.request(rng), read_payload(workload, api, payload)
@@ -57,13 +69,13 @@ def test_the_servers_parser_reads_workloads_back(name, api):
 
 @pytest.mark.parametrize("api", APIS)
 def test_payloads_follow_from_their_seed(api):
-    first, again, other = (Payloads(small_workload("mixed"), api, count=4, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (pool_of(small_workload("mixed"), api, 4, seed=seed) for seed in (1, 1, 2))
     assert list(first) == list(again)
     assert len({payload.body for payload in first} | {payload.body for payload in other}) == 8
 
 
 def test_single_ids_are_flat_and_floats_are_short():
-    body = json.loads(Payloads(open_workload("dlrm-v2:0.0001", candidates="5", varied=False), "json", count=1)[0].body)
+    body = json.loads(pool_of(open_workload("dlrm-v2:0.0001", candidates="5", varied=False), "json", 1)[0].body)
     candidates = body["candidates"]
     assert all(isinstance(one, int) for one in candidates["sparse"]["f2"])
     assert {len(bag) for bag in candidates["sparse"]["f0"]} == {3}
@@ -82,14 +94,15 @@ def test_single_ids_are_flat_and_floats_are_short():
     ],
 )
 def test_a_path_or_a_message_names_the_model(api, codec, path):
-    payload = Payloads(small_workload("mixed"), api, count=1)[0]
+    payload = pool_of(small_workload("mixed"), api, 1)[0]
     assert payload.path == path
     assert codec is None or codec.read(payload.body, RequestLimits()).model == MODEL
 
 
 def test_a_packed_request_of_single_ids_has_no_lengths():
     shape = BenchShape(features=4, rows=9, candidates="5", varied=False)
-    message = ranking_pb2.RankRequest.FromString(bench_payloads(shape, "mlp", 1, "grpc-packed", 1)[0].body)
+    bench = BenchWorkload(shape=shape, head="mlp", hotness=1)
+    message = ranking_pb2.RankRequest.FromString(bench_payloads(bench, "grpc-packed", 1)[0].body)
     assert message.packed.lengths == b""
     assert len(message.packed.ids) == 8 * 4 * 5
 
@@ -108,10 +121,10 @@ def test_headers_are_traces_and_ids_that_never_come_again():
 
 def test_memory_is_bounded_but_one_payload_is_always_made():
     workload = small_workload("dlrm-v2:0.0001")
-    many = Payloads(workload, "grpc", count=200, max_bytes=100_000)
+    many = pool_of(workload, "grpc", 200, max_bytes=100_000)
     assert 1 < len(many) < 200
     assert sum(len(payload.body) for payload in many) <= 100_000
-    assert len(Payloads(workload, "grpc", count=200, max_bytes=1)) == 1
+    assert len(pool_of(workload, "grpc", 200, max_bytes=1)) == 1
 
 
 def answer(num_scores: int) -> RankResult:
@@ -121,7 +134,7 @@ def answer(num_scores: int) -> RankResult:
 
 @pytest.mark.parametrize("num_scores", [1, 300])
 def test_scores_are_read_from_the_server_s_answers(num_scores):
-    expected, pools = answer(num_scores), {api: Payloads(small_workload("mixed"), api, count=1) for api in APIS}
+    expected, pools = answer(num_scores), {api: pool_of(small_workload("mixed"), api, 1) for api in APIS}
     over_http = InferHttpCodec(model=MODEL, header_length=dict(pools["oip-http"][0].headers)[HEADER_LENGTH])
     over_grpc = InferGrpcCodec()
     answers = {
@@ -138,7 +151,7 @@ def test_scores_are_read_from_the_server_s_answers(num_scores):
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"scores": "many"}', b"\xff\xff\xff", b'{"outputs": []}'])
 def test_what_is_no_answer_has_no_scores(api, body):
-    made = Payloads(small_workload("mixed"), api, count=1)
+    made = pool_of(small_workload("mixed"), api, 1)
     if api in ("grpc", "grpc-packed") and not body:
         # An empty message is one without scores, which are too few.
         assert len(made.scores(body)) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -12,7 +14,7 @@ from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loadtest.cli import prepare
 from loadtest.workloads.catalog import open_workload
-from loadtest.workloads.payloads import Payloads
+from loadtest.workloads.payloads import MAX_POOL_BYTES, Pool, drawn_payloads
 from loadtest.workloads.prepare import ROW_LIMIT, RandomRows, write_random_snapshot
 from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
@@ -79,7 +81,8 @@ async def served(folder, payloads) -> list[dict]:
 
 def test_scores_of_random_models_differ_and_do_not_saturate(tmp_path):
     folder = write_random_snapshot(open_workload("dlrm-v2:0.0001").spec, tmp_path)
-    payloads = Payloads(open_workload("dlrm-v2:0.0001", candidates="50"), "json", count=2)
+    drawn = drawn_payloads(open_workload("dlrm-v2:0.0001", candidates="50"), "json", 0)
+    payloads = Pool("json", "dlrm-v2", itertools.islice(drawn, 2), MAX_POOL_BYTES)
     scores = np.array([answer["scores"] for answer in run(served(folder, payloads))])
     assert 0.01 < scores.std() < 0.4
     assert ((scores > 0.001) & (scores < 0.999)).all()
