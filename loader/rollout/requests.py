@@ -67,11 +67,11 @@ async def start_rollout(
 ) -> Rollout:
     """Put a rollout on record; a coordinator carries it out.
 
-    `canary_share` of the requests, above 0 and below 1, go to the version first; None for no canary. For `bake_s`
-    seconds it is compared with the live version, if there is one; after `bake_timeout_s` a bake short of
-    `guards.min_requests` is undone; None for 10 bakes. `strategy` is `beside`, or `by-replica` where no shard node can
-    hold two versions. `clock` is seconds since the epoch, `rollout_id` 32 random hexadecimal digits. `after` is the
-    model's last rollout as the caller decided on it; None to read it. `warn` is called before it begins.
+    `canary_share` of the requests, in (0, 1), go to the version first; None: no canary. For `bake_s` it is compared with
+    the live version, if any; after `bake_timeout_s` (None: 10 bakes) a bake short of `guards.min_requests` is undone.
+    `strategy` is `beside`, or `by-replica` where no shard node can hold two versions. `clock` is seconds since the
+    epoch, `rollout_id` 32 random hexadecimal digits; `after` the model's last rollout as the caller decided on it, None
+    to read it. `warn` is called before it begins.
 
     Raises RolloutError if one is running, or this one can't be carried out; the message says why.
     """
@@ -97,15 +97,12 @@ async def start_rollout(
     if live is None and canary_share is not None:
         raise RolloutError(f"{model}: no version is live that a canary could be compared with; leave out the canary")
     groups, early, warnings = _replica_groups(view, model, wanted) if strategy == "by-replica" else ((), 0, ())
-    for warning in warnings:
-        warn(warning)
-    has_canary, has_bake = canary_share is not None, bake_s > 0 and live is not None
-    steps = plan_steps(strategy, canary=has_canary, bake=has_bake, early_groups=early, groups=len(groups))
+    list(map(warn, warnings))
+    trials = {"canary": canary_share is not None, "bake": bake_s > 0 and live is not None}
+    steps = plan_steps(strategy, **trials, early_groups=early, groups=len(groups))
+    before = None if last is None else last.rollout
     rollout = new_rollout(
-        published,
-        wanted,
-        None if last is None else last.rollout,
-        clock(),
+        *(published, wanted, before, clock()),
         rollout_id=rollout_id,
         canary_share=canary_share,
         bake_s=bake_s,

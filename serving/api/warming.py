@@ -86,6 +86,7 @@ async def warm(service: RankingService, served: LoadedVersion, groups: Sequence[
     They are not counted as requests of clients. Failures are logged, and do not keep the version from serving.
     """
     if not groups:
+        service.metrics.count("warmed_requests", served.model, served.version, by=0)
         return
     clock, started_at, answered = service.clock, service.clock(), 0
     hidden, version = RankingService(service.limits, clock=clock), copy.copy(served)

@@ -206,11 +206,11 @@ class NodeActions:
                 self._node.generations.stage(model, version, tables)
         except MemoryBudgetError as error:
             # Of any model: what only stays for the case of a loss gives way to what is wanted.
-            kept = {name: held for name, one in self._desired.items() if (held := self._kept(one))}
+            kept = {name: spare for name, other in self._desired.items() if (spare := self._kept(other))}
             if not kept:
                 raise
             self._crowded |= kept.keys()
-            first = ", ".join(f"version {held[0]} of {name}" for name, held in sorted(kept.items()))
+            first = ", ".join(f"version {spare[0]} of {name}" for name, spare in sorted(kept.items()))
             raise UnavailableError(f"{first} is retired first: {error}", kind=error.kind) from error
 
     @asynccontextmanager

@@ -214,18 +214,6 @@ async def test_a_rollout_older_than_what_is_wanted_goes_on_there(fleet):
     await fleet.ends("done", NEW)
 
 
-async def test_a_version_that_is_lost_before_a_node_knows_it_is_put_on_record_again(fleet):
-    """With its spec, as after a failover right after `publish`: nodes would wait for it until the step's timeout."""
-    await fleet.begin(1, 2, 1)
-    await fleet.fleet.put_spec(MODEL, NEW, "{}")
-    await fleet.start()
-    await fleet.coordinator.tick()
-    there = await fleet.fleet.version(MODEL, NEW)
-    await fleet.fleet.drop_version(MODEL, NEW)
-    await fleet.coordinator.tick()
-    assert (await fleet.fleet.version(MODEL, NEW), await fleet.fleet.spec(MODEL, NEW)) == (there, "{}")
-
-
 async def test_what_is_wanted_and_lost_is_written_anew_from_the_rollout(fleet):
     await fleet.begin(1, 1, 1)
     await fleet.start()

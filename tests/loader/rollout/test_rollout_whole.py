@@ -196,3 +196,15 @@ async def test_a_bake_waits_for_min_requests_or_is_undone(fleet, few, other, ans
     ended = await fleet.ends(state, version)
     assert (fleet.clock.now - began >= 30.0) == (state == "rolled_back")
     assert ("guard: min_requests is 50, 1 are missing after 30 s" in ended.reason) == (state == "rolled_back")
+
+
+async def test_a_version_that_is_lost_before_a_node_knows_it_is_put_on_record_again(fleet):
+    """With its spec, as after a failover right after `publish`: nodes would wait for it until the step's timeout."""
+    await fleet.begin(1, 2, 1)
+    await fleet.fleet.put_spec(MODEL, NEW, "{}")
+    await fleet.start()
+    await fleet.coordinator.tick()
+    there = await fleet.fleet.version(MODEL, NEW)
+    await fleet.fleet.drop_version(MODEL, NEW)
+    await fleet.coordinator.tick()
+    assert (await fleet.fleet.version(MODEL, NEW), await fleet.fleet.spec(MODEL, NEW)) == (there, "{}")
