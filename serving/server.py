@@ -186,9 +186,6 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
         member.address = options.advertise or url
 
-    def on_ready(listening: Listening) -> None:
-        listening.announce(scheme)
-
     if options.probe_port is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.
         with reserved_ports(options, workers=0):

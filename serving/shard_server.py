@@ -87,7 +87,9 @@ async def serve_shard(
     node.problems = lambda: _JOINING
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(fleet.registry.close)
-        listen = partial(_listen, stack, node, options, tls, may_wait=_may_wait(options, card_set))
+        # Where a lookup may have to wait for a disk or a card, the event loop never pools.
+        may_wait = options.memory_budget_gb is not None or card_set is not None
+        listen = partial(_listen, stack, node, options, tls, may_wait=may_wait)
         server = None if is_alone else await listen()
         await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
         config = settings.node_config(
@@ -124,11 +126,6 @@ async def serve_shard(
             following.cancel()
             await asyncio.wait([following, watching, starting])
             await actions.close()
-
-
-def _may_wait(options: ShardNodeConfig, card_set: CardSet | None) -> bool:
-    """Return whether a lookup may have to wait for a disk or a card: then the event loop never pools."""
-    return options.memory_budget_gb is not None or card_set is not None
 
 
 async def _listen(
