@@ -104,12 +104,10 @@ class Answers:
     requests: int = 0
     errors: list[str] = field(default_factory=list)
 
-    def percentiles_ms(self) -> tuple[float | None, float | None]:
-        """Return p50 and p99 of the latencies; None if nothing was answered."""
-        if not self.latencies_ms:
-            return None, None
-        p50, p99 = np.percentile(self.latencies_ms, (50, 99)).tolist()
-        return p50, p99
+    def percentiles(self, api: str) -> dict[str, float | None]:
+        """Return p50 and p99 of the latencies, by their names in `DemoReport`; None if nothing was answered."""
+        values = np.percentile(self.latencies_ms, (50, 99)).tolist() if self.latencies_ms else (None, None)
+        return dict(zip((f"{api}_p50_ms", f"{api}_p99_ms"), values, strict=True))
 
 
 def rank_arguments(request: GoldenRequests, spec: ModelSpec) -> dict[str, Any]:
@@ -274,8 +272,6 @@ def _report(
     answered = np.isfinite(http.scores)
     differences = np.abs(np.stack([http.scores, grpc.scores]) - expected.scores)
     errors = [*http.errors, *grpc.errors]
-    http_p50_ms, http_p99_ms = http.percentiles_ms()
-    grpc_p50_ms, grpc_p99_ms = grpc.percentiles_ms()
     return DemoReport(
         source=data.source,
         users=data.users.ids.size,
@@ -290,15 +286,13 @@ def _report(
         requests=http.requests + grpc.requests,
         errors=len(errors),
         error_examples=tuple(errors[:MAX_ERROR_EXAMPLES]),
-        http_p50_ms=http_p50_ms,
-        http_p99_ms=http_p99_ms,
-        grpc_p50_ms=grpc_p50_ms,
-        grpc_p99_ms=grpc_p99_ms,
         rows_bytes=rows_bytes_of(snapshot.spec),
         float32_bytes=snapshot.float32_bytes,
         snapshot_bytes=snapshot.size_bytes,
         version=int(version.folder.name),
         seed=seed,
+        **http.percentiles("http"),
+        **grpc.percentiles("grpc"),
         **fleet.model_dump(include={"shards", "cards", "sharding"}),
     )
 

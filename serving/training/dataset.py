@@ -492,19 +492,13 @@ class LabelledRequests:
     samples: Int64Array
 
 
-def training_requests(dataset: FilmsDataset, spec: ModelSpec | ModelDescription) -> LabelledRequests:
-    """Make one request for each user and fold: the films rated in the fold, with a history from the others."""
-    return _grouped(dataset, spec, dataset.train)
-
-
-def evaluation_requests(dataset: FilmsDataset, spec: ModelSpec, limit: int | None = None) -> LabelledRequests:
-    """Make one request for each user of the test part (the first `limit` of them), with their films there."""
-    return _grouped(dataset, spec, dataset.test, limit)
-
-
-def _grouped(
+def labelled_requests(
     dataset: FilmsDataset, spec: ModelSpec | ModelDescription, samples: Int64Array, limit: int | None = None
 ) -> LabelledRequests:
+    """Make one request for each user and fold of samples, of `train` or `test`; the first `limit` of them.
+
+    It has the films that were rated in the fold, and a history from the others.
+    """
     data = dataset.interactions
     group = data.user_index[samples] * (NUM_FOLDS + 1) + (dataset.fold[samples] + 1)
     samples = samples[np.argsort(group, kind="stable")]

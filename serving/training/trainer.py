@@ -35,12 +35,11 @@ from serving.training.dataset import (
     Interactions,
     LabelledRequests,
     TrainingError,
-    evaluation_requests,
     films_description,
     films_vocabularies,
     generate_interactions,
+    labelled_requests,
     read_movielens,
-    training_requests,
 )
 from serving.training.network import RankingNetwork, RequestBatches, TrainedModel, float32_scores, undivided
 from shard_node.bags import Float32Array, Int64Array
@@ -75,7 +74,7 @@ def train(
     are divided by popularity needs their `row_classes`. Raises RankingModelError if the dense model is not valid.
     """
     vocabularies = films_vocabularies(dataset.interactions, spec)
-    labelled = training_requests(dataset, spec)
+    labelled = labelled_requests(dataset, spec, dataset.train)
     batches = RequestBatches(spec, vocabularies, labelled.requests)
     labels, draw = torch.from_numpy(labelled.labels), np.random.default_rng(seed)
     with torch.random.fork_rng(devices=[]):
@@ -136,7 +135,7 @@ def training_counts(dataset: FilmsDataset, description: ModelDescription) -> dic
     """Count how often training looks up each row of each table, int64 [num_embeddings], by the training part alone."""
     spec = trained_form(description).compiled()
     vocabularies = films_vocabularies(dataset.interactions, spec)
-    counts = RequestBatches(spec, vocabularies, training_requests(dataset, spec).requests).counts()
+    counts = RequestBatches(spec, vocabularies, labelled_requests(dataset, spec, dataset.train).requests).counts()
     for table in undivided(spec).tables:
         if table.unknown_id == "default_row":
             counts[table.name][table.default_row] += math.ceil(UNKNOWN_SHARE * int(counts[table.name].sum()))
@@ -189,7 +188,7 @@ def train_described(
     training part need. Raises TrainingError, FittingError, or ExportError as `divide_rows`.
     """
     if any(table.num_embeddings == "auto" for table in description.tables):
-        ids = training_requests(dataset, description).requests.values
+        ids = labelled_requests(dataset, description, dataset.train).requests.values
         description = fitted(description, {name: count_values(name, values) for name, values in ids.items()})
     with refused_as(TrainingError, "", ModelSpec):
         counts = training_counts(dataset, description)
@@ -280,7 +279,7 @@ def export_trained(
     Its golden requests are the first of the test part with the scores of the float32 model. The tolerance is that of
     its coarsest row format.
     """
-    requests = evaluation_requests(dataset, trained.spec, GOLDEN_REQUESTS).requests
+    requests = labelled_requests(dataset, trained.spec, dataset.test, GOLDEN_REQUESTS).requests
     return export_snapshot(
         store,
         trained.spec,
@@ -298,7 +297,7 @@ def export_trained(
 
 def expectation(version: TrainedVersion) -> Expectation:
     """Rank the test part with the float32 model in this process, and with the baseline."""
-    labelled = evaluation_requests(version.dataset, version.trained.spec)
+    labelled = labelled_requests(version.dataset, version.trained.spec, version.dataset.test)
     scores = float32_scores(version.trained, labelled.requests)
     dataset, samples = version.dataset, labelled.samples
     statistics = dataset.film_statistics(dataset.interactions.film_index[samples], dataset.fold[samples])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.training.dataset import FilmsDataset, FilmsOptions, TrainingError, films_description, training_requests
+from serving.training.dataset import FilmsDataset, FilmsOptions, TrainingError, films_description, labelled_requests
 from serving.training.network import float32_scores
 from serving.training.trainer import Pruning, divided, kept_by, train_described, training_counts
 from shardrank_testing.movielens import small_interactions
@@ -25,7 +25,7 @@ def trained_with(tables: dict[str, Any], pruning: Pruning | None = None, **optio
 
 
 def scores_in_training(model) -> np.ndarray:
-    return float32_scores(model, training_requests(DATASET, model.spec).requests)
+    return float32_scores(model, labelled_requests(DATASET, model.spec, DATASET.train).requests)
 
 
 def test_pruning_unused_rows_changes_no_training_score() -> None:
