@@ -30,7 +30,7 @@ from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import LocalFleet, running_fleet
 from serving.fleet.process import run_until_signalled
 from serving.fleet.workers import connectable_host, reserved_ports
-from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset, FilmsOptions
+from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions
 from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from shard_node.bags import Float32Array, Int64Array
 from shard_node.cuda.card_set import DeviceChoice
@@ -159,7 +159,7 @@ class UsersFilms:
     def of(cls, dataset: FilmsDataset, user: int) -> UsersFilms:
         """Gathers what a product would know of a user when it asks for a ranking."""
         data = dataset.interactions
-        _, history = dataset.histories(np.array([user]), np.array([NO_FOLD]), HISTORY_LIMIT)
+        _, history = dataset.histories(np.array([user]), np.array([NO_FOLD]))
         users, films = data.user_index[dataset.train], data.film_index[dataset.train]
         popular_first = np.argsort(-np.bincount(films, minlength=data.films.ids.size), kind="stable")
         unseen = popular_first[~np.isin(popular_first, films[users == user])]

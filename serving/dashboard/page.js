@@ -9,7 +9,7 @@ const STEPS = {
 const TIERS = { ram: "RAM", mapped: "SSD", card: "card", hot: "hot copies", pinned: "pinned" };
 const STATES = { ready: "good", up: "good", live: "good", refused: "bad", draining: "warn", staging: "warn", waiting: "warn", ending: "warn" };
 const $ = (id) => document.getElementById(id);
-let token = "", state = null, history = null, access = { needs_token: false, fixed: "" }, readAt = null, shown = "", colours = new Map();
+let token = "", state = null, history = null, access = null, readAt = null, shown = "", colours = new Map();
 const sections = new Map();
 
 // Elements and numbers.
@@ -276,10 +276,20 @@ function take(told) {
   if (told.history || state.models.some((one) => !sections.get(one.model).figures.size)) showPlots();
 }
 
+const request = (path, headers) => fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
+
 // Whether to go on: without a right token nothing more is requested.
 async function read() {
-  const headers = token ? { authorization: `Bearer ${token}` } : {};
-  const answer = await fetch(`status?slot=${history?.slot ?? ""}`, { headers, cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
+  if (!access) {
+    const answer = await request("status/access");
+    if (!answer.ok) throw new Error(await reasonOf(answer));
+    access = await answer.json();
+  }
+  if (access.needs_token && !token) {
+    askToken("");
+    return false;
+  }
+  const answer = await request(`status?slot=${history?.slot ?? ""}`, token ? { authorization: `Bearer ${token}` } : {});
   if (answer.status === 401 || answer.status === 403) {
     askToken(token ? await reasonOf(answer) : "");
     return false;
@@ -360,19 +370,4 @@ $("rollback").querySelector("form").onsubmit = async (event) => {
 
 addEventListener("resize", () => { if (history && state) showPlots(); });
 
-async function readAccess() {
-  for (;;) {
-    try {
-      const answer = await fetch("status/access", { cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
-      if (!answer.ok) throw new Error(await reasonOf(answer));
-      return await answer.json();
-    } catch (error) {
-      lost(error);
-      await pause();
-    }
-  }
-}
-
-access = await readAccess();
-if (access.needs_token) askToken("");
-else run();
+run();

@@ -447,8 +447,8 @@ class FilmsDataset:
         fold[train] = draw.integers(NUM_FOLDS, size=train.size)
         return cls(interactions, labels, train, test, fold)
 
-    def histories(self, user_index: Int64Array, excluded: Int64Array, limit: int) -> tuple[Int64Array, Int64Array]:
-        """Find the films that users, int64 [R], liked in the training part, latest first, at most `limit` each.
+    def histories(self, user_index: Int64Array, excluded: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Find the films that users, int64 [R], liked in the training part, latest first, up to HISTORY_LIMIT.
 
         `excluded` is the fold of each that may not be looked at, or `NO_FOLD`. Returns lengths int64 [R], and the
         films' positions, history by history.
@@ -462,8 +462,8 @@ class FilmsDataset:
         seen = self.fold[samples] != excluded[request]
         samples, request = samples[seen], request[seen]
         first = offsets_of(np.bincount(request, minlength=user_index.size))
-        recent = np.arange(request.size) - first[request] < limit
-        return np.minimum(np.diff(first), limit), data.film_index[samples[recent]]
+        recent = np.arange(request.size) - first[request] < HISTORY_LIMIT
+        return np.minimum(np.diff(first), HISTORY_LIMIT), data.film_index[samples[recent]]
 
     def film_statistics(self, film_index: Int64Array, excluded: Int64Array) -> Float32Array:
         """Return float32 [n, 2] of films in training without a fold: log10(1 + ratings), mean label with a prior."""
@@ -506,7 +506,7 @@ def labelled_requests(
     first, counts = first[:limit], counts[:limit]
     samples = samples[: counts.sum()]
     users, films, excluded = data.user_index[samples[first]], data.film_index[samples], dataset.fold[samples]
-    history_lengths, history = dataset.histories(users, excluded[first], HISTORY_LIMIT)
+    history_lengths, history = dataset.histories(users, excluded[first])
     genre_lengths, genres = positions_in(data.films.genre_offsets, films)
     values = {"user_id": data.users.ids[users]}
     if any(feature.name == "age" for feature in spec.features):
