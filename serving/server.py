@@ -169,7 +169,6 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     membership = Membership.of(options)
-    workers = num_workers()
     service = RankingService(
         RequestLimits.model_validate(options.limits),
         expected_models=membership.agent.models,
@@ -178,7 +177,7 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
     member = fleet_member(options, membership, service, protection.node_tls)
     settings.check_store(options.store_place)
     scheme, note, fixed = options.scheme, "", "" if options.in_fleet else _ALONE
-    if workers > 1 and not options.in_fleet:
+    if (workers := num_workers()) > 1 and not options.in_fleet:
         note = _WORKER_NOTE.format(count=workers, process=os.getpid())
 
     def on_listening(listening: Listening) -> None:

@@ -196,8 +196,7 @@ class HttpServer(HttpListener):
             await asyncio.sleep(period_s)
 
 
-@contextlib.asynccontextmanager
-async def running_admin(
+def running_admin(
     service: RankingService,
     host: str,
     port: int,
@@ -205,7 +204,7 @@ async def running_admin(
     tokens: Tokens | None = None,
     ssl: tls.SSLContext | None = None,
     page: Callable[[], Board] | None = None,
-) -> AsyncIterator[int]:
+) -> contextlib.AbstractAsyncContextManager[int]:
     """Serve probes, metrics and a page while the block runs, and yield the port. Raises ConfigError, or as `page`."""
 
     @contextlib.asynccontextmanager
@@ -215,10 +214,7 @@ async def running_admin(
             app = create_probes(service, tokens, board, is_loopback=Address(host).is_loopback)
             yield answered_once(app)
 
-    async with listening_on_thread(
-        service.limits, service.clock, service.metrics.failed, probes(), host, port, ssl
-    ) as bound:
-        yield bound
+    return listening_on_thread(service.limits, service.clock, service.metrics.failed, probes(), host, port, ssl)
 
 
 @contextlib.asynccontextmanager

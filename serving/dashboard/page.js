@@ -1,5 +1,5 @@
 // Shows the server's document, which it requests again and again. All text gets in by textContent: names come from a registry.
-import { clock, draw } from "./plot.js";
+import { add, clock, draw } from "./plot.js";
 
 const STALE_MS = 12000, PAUSE_MS = 500, SERIES = 6;
 const STEPS = {
@@ -150,12 +150,11 @@ function colour(key) {
 
 function figure(part, name, title) {
   if (!part.figures.has(name)) {
-    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    svg.setAttribute("class", "plot");
-    svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", `${title}, the last 15 minutes; the table of versions has the last minute's numbers`);
+    const label = `${title}, the last 15 minutes; the table of versions has the last minute's numbers`;
     const readout = element("span", { classes: "readout" });
-    part.plots.append(element("figure", {}, element("figcaption", {}, element("h3", { text: title }), readout), svg));
+    const made = element("figure", {}, element("figcaption", {}, element("h3", { text: title }), readout));
+    const svg = add(made, "svg", { class: "plot", role: "img", "aria-label": label });
+    part.plots.append(made);
     part.figures.set(name, { svg, readout });
   }
   return part.figures.get(name);
