@@ -101,8 +101,7 @@ class Films:
 
     def genres_of(self, film: int) -> list[int]:
         """Return the genres of the film at a position."""
-        genres: list[int] = self.genre_ids[self.genre_offsets[film] : self.genre_offsets[film + 1]].tolist()
-        return genres
+        return list(map(int, self.genre_ids[self.genre_offsets[film] : self.genre_offsets[film + 1]]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -475,8 +474,7 @@ class FilmsDataset:
         def others(weights: Float32Array | None) -> npt.NDArray[np.float64]:
             size = self.interactions.films.ids.size * (NUM_FOLDS + 1)
             by_fold = np.bincount(cell, weights, size).reshape(-1, NUM_FOLDS + 1).astype(np.float64)
-            in_others: npt.NDArray[np.float64] = (by_fold.sum(axis=1, keepdims=True) - by_fold)[film_index, column]
-            return in_others
+            return np.asarray((by_fold.sum(axis=1, keepdims=True) - by_fold)[film_index, column])
 
         count = others(None)
         mean = (others(labels) + PRIOR_RATINGS * float(labels.mean())) / (count + PRIOR_RATINGS)
