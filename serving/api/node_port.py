@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
-from serving.api.http import listening_on_thread
+from serving.api.http import HttpServer, listening_on_thread
 from serving.api.http_messages import Exchange, error_reply
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
@@ -120,9 +120,8 @@ async def running_node_port(
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
     app = node_app(node, metrics, needs_certificate=tls is not None and tls.client_ca is not None)
     answering: AbstractAsyncContextManager[ASGIApp] = nullcontext(app)
-    async with listening_on_thread(
-        RequestLimits(), time.monotonic, metrics.failed, answering, address.host, address.port, context
-    ) as port:
+    make = partial(HttpServer, RequestLimits(), time.monotonic, metrics.failed, ssl=context)
+    async with listening_on_thread(make, answering, address.host, address.port) as port:
         host = f"[{address.host}]" if ":" in address.host else address.host
         yield metrics, f"{'http' if tls is None else 'https'}://{host}:{port}/metrics"
 

@@ -50,6 +50,7 @@ from shard_node.wire.tls import TlsClientConfig
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Clock: TypeAlias = Callable[[], float]
 WireDtypeChoice: TypeAlias = Literal["auto", "float32", "float16"]
 """Number format of sums that shards send: `auto` is float16 where the golden scores allow it."""
 ShardsFactory: TypeAlias = Callable[[ReplicaEvents], Sequence[Shard]]
@@ -124,7 +125,7 @@ class LoadedVersion:
         *,
         limits: RequestLimits | None = None,
         metrics: ServingMetrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None = None,
         hot: HotRows | None = None,
@@ -162,7 +163,7 @@ class LoadedVersion:
         name = f"rank-{spec.model}-{snapshot.version}"
         replicas = _started(name, options.num_replicas or 1, checked_with, ranking, clock)
         try:
-            checked = check_version(snapshot, parts, replicas, options.dtype, options.wire_dtype, clock)
+            checked = check_version(snapshot, parts, replicas, options, clock)
         except BaseException:
             _stop(checked_with, replicas)
             raise
@@ -265,9 +266,7 @@ class LoadedVersion:
         self._on_close()
 
 
-def _started(
-    name: str, count: int, batcher: Batcher, ranking: Callable[[int], Ranking], clock: Callable[[], float]
-) -> list[Replica]:
+def _started(name: str, count: int, batcher: Batcher, ranking: Callable[[int], Ranking], clock: Clock) -> list[Replica]:
     replicas: list[Replica] = []
 
     def replica_failed() -> None:
@@ -287,7 +286,7 @@ def _started(
 
 
 def _on_loop(
-    make: Callable[[], Ranking], batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
+    make: Callable[[], Ranking], batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Clock
 ) -> LoopReplica:
     async def connect() -> Ranking:
         ranking = make()
@@ -346,12 +345,7 @@ def ranking_parts(
 
 
 def check_version(
-    snapshot: Snapshot,
-    parts: RankingParts,
-    replicas: Sequence[Replica],
-    dtype: DtypeChoice,
-    wire_dtype: WireDtypeChoice,
-    clock: Callable[[], float],
+    snapshot: Snapshot, parts: RankingParts, replicas: Sequence[Replica], options: LoadOptions, clock: Clock
 ) -> CheckedVersion:
     """Check the golden scores, choose the number formats, and warm every replica. Blocks.
 
@@ -362,7 +356,7 @@ def check_version(
     The replicas are started, have no requests yet, and use `parts`, which are in float32. Raises RankingModelError if
     it must not serve, also for bfloat16 on a device without, ShardrankError if its rows can't be looked up.
     """
-    deadline = clock() + CONNECT_TIMEOUT_S
+    deadline, dtype, wire_dtype = clock() + CONNECT_TIMEOUT_S, options.dtype, options.wire_dtype
 
     async def connect(ranking: Ranking) -> torch.device:
         await ranking.connect(deadline)
@@ -413,7 +407,7 @@ class _GoldenCheck:
     replicas: Sequence[Replica]
     golden: GoldenRequests
     tolerance: float
-    clock: Callable[[], float]
+    clock: Clock
 
     @property
     def name(self) -> str:
