@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from rich.console import Console
 
 from loader.errors import ShardrankError
 from loader.progress import Progress
@@ -23,14 +22,15 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Frozen
-from serving.cli.output import print_document, progress_bars, table_of
+from serving.cli.output import print_document, progress_bars, stdout_console, table_of
+from serving.cli.settings import Options
 from serving.client import AsyncClient, Ragged, RetryPolicy
 from serving.errors import InternalError
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import LocalFleet, running_fleet
 from serving.fleet.process import run_until_signalled
 from serving.fleet.workers import connectable_host, reserved_ports
-from serving.training.dataset import HISTORY_LIMIT, NO_FOLD, FilmsDataset, FilmsOptions
+from serving.training.dataset import NO_FOLD, FilmsDataset, FilmsOptions
 from serving.training.trainer import Expectation, TrainedVersion, auc, expectation, read_interactions, train_version
 from shard_node.bags import Float32Array, Int64Array
 from shard_node.cuda.card_set import DeviceChoice
@@ -45,16 +45,6 @@ TOP_FILMS = 10
 MAX_CANDIDATES = 2000
 MAX_ERROR_EXAMPLES = 5
 _PASTED_IDS = 5
-
-
-class DemoConfig(Frozen):
-    """What is trained; the options of `shardrank demo` say what each means, and check it."""
-
-    movielens: Path | None = None
-    ratings: int
-    epochs: int | None = None
-    seed: int
-    store: Path | None = None
 
 
 class DemoReport(Frozen):
@@ -104,12 +94,10 @@ class Answers:
     requests: int = 0
     errors: list[str] = field(default_factory=list)
 
-    def percentiles_ms(self) -> tuple[float | None, float | None]:
-        """Return p50 and p99 of the latencies; None if nothing was answered."""
-        if not self.latencies_ms:
-            return None, None
-        p50, p99 = np.percentile(self.latencies_ms, (50, 99)).tolist()
-        return p50, p99
+    def percentiles(self, api: str) -> dict[str, float | None]:
+        """Return p50 and p99 of the latencies, by their names in `DemoReport`; None if nothing was answered."""
+        values = np.percentile(self.latencies_ms, (50, 99)).tolist() if self.latencies_ms else (None, None)
+        return dict(zip((f"{api}_p50_ms", f"{api}_p99_ms"), values, strict=True))
 
 
 def rank_arguments(request: GoldenRequests, spec: ModelSpec) -> dict[str, Any]:
@@ -161,7 +149,7 @@ class UsersFilms:
     def of(cls, dataset: FilmsDataset, user: int) -> UsersFilms:
         """Gathers what a product would know of a user when it asks for a ranking."""
         data = dataset.interactions
-        _, history = dataset.histories(np.array([user]), np.array([NO_FOLD]), HISTORY_LIMIT)
+        _, history = dataset.histories(np.array([user]), np.array([NO_FOLD]))
         users, films = data.user_index[dataset.train], data.film_index[dataset.train]
         popular_first = np.argsort(-np.bincount(films, minlength=data.films.ids.size), kind="stable")
         unseen = popular_first[~np.isin(popular_first, films[users == user])]
@@ -187,11 +175,12 @@ class UsersFilms:
         return top
 
 
-def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: bool, json_file: Path | None) -> int:
+def run_demo(options: Options, fleet: FleetConfig, *, once: bool, json_file: Path | None) -> int:
     """Train, serve by a fleet of these settings, rank and report. Returns the exit code: 0, or 1 if a request failed.
 
-    With `once` it stops after the report, which also goes to `json_file`, rather than serve until a signal. Raises
-    ShardrankError if a stage fails; for a port or a device that can't be used, before the work.
+    `options` are those of `shardrank demo`, which say what is trained. With `once` it stops after the report, which
+    also goes to `json_file`, rather than serve until a signal. Raises ShardrankError if a stage fails; for a port or a
+    device that can't be used, before the work.
     """
     with ExitStack() as stack:
         ports = stack.enter_context(reserved_ports(fleet, workers=1))
@@ -199,10 +188,10 @@ def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: 
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardrank-demo-")))
         with progress_bars() as bars:
             version = train_version(
-                read_interactions(config.movielens, config.ratings, config.seed),
-                config.store or temporary / "store",
-                seed=config.seed,
-                epochs=config.epochs,
+                read_interactions(options["movielens"], options["ratings"], options["seed"]),
+                options["store"] or temporary / "store",
+                seed=options["seed"],
+                epochs=options["epochs"],
                 options=FilmsOptions(bucketing="range" if fleet.sharding == "range" else "mixed"),
                 progress=bars,
             )
@@ -219,9 +208,9 @@ def run_demo(config: DemoConfig, fleet: FleetConfig, console: Console, *, once: 
                     bars("starting processes", 0, total)
                     starting = running_fleet(fleet, lambda name: bars("starting processes", next(ready), total), ports)
                     at = await running.enter_async_context(starting)
-                films, report = await _rank(fleet, config.seed, version, expected, at, console, json_file)
+                films, report = await _rank(fleet, version, expected, at, json_file)
                 if not once:
-                    await _serve_on(console, films, url_of(at, "http"), version.trained.spec.model)
+                    await _serve_on(films, url_of(at, "http"), version.trained.spec.model)
                 return 1 if report.errors else 0
 
         code = run_until_signalled(serve)
@@ -237,13 +226,7 @@ def url_of(at: LocalFleet, scheme: Literal["http", "grpc"]) -> str:
 
 
 async def _rank(
-    fleet: FleetConfig,
-    seed: int,
-    version: TrainedVersion,
-    expected: Expectation,
-    at: LocalFleet,
-    console: Console,
-    json_file: Path | None,
+    fleet: FleetConfig, version: TrainedVersion, expected: Expectation, at: LocalFleet, json_file: Path | None
 ) -> tuple[UsersFilms, DemoReport]:
     """Rank the test part over both APIs; show what came back, and write it."""
     dataset, model = version.dataset, version.trained.spec.model
@@ -262,20 +245,18 @@ async def _rank(
                     top = await films.rank(client, model)
                 except ShardrankError as error:
                     answers[scheme].errors.append(str(error))
-    report = _report(fleet, seed, version, expected, **answers)
-    _show(console, films, top, report, json_file)
+    report = _report(fleet, version, expected, **answers)
+    _show(films, top, report, json_file)
     return films, report
 
 
 def _report(
-    fleet: FleetConfig, seed: int, version: TrainedVersion, expected: Expectation, http: Answers, grpc: Answers
+    fleet: FleetConfig, version: TrainedVersion, expected: Expectation, http: Answers, grpc: Answers
 ) -> DemoReport:
     data, snapshot = version.dataset.interactions, Snapshot.open(version.folder, verify=False)
     answered = np.isfinite(http.scores)
     differences = np.abs(np.stack([http.scores, grpc.scores]) - expected.scores)
     errors = [*http.errors, *grpc.errors]
-    http_p50_ms, http_p99_ms = http.percentiles_ms()
-    grpc_p50_ms, grpc_p99_ms = grpc.percentiles_ms()
     return DemoReport(
         source=data.source,
         users=data.users.ids.size,
@@ -290,27 +271,19 @@ def _report(
         requests=http.requests + grpc.requests,
         errors=len(errors),
         error_examples=tuple(errors[:MAX_ERROR_EXAMPLES]),
-        http_p50_ms=http_p50_ms,
-        http_p99_ms=http_p99_ms,
-        grpc_p50_ms=grpc_p50_ms,
-        grpc_p99_ms=grpc_p99_ms,
         rows_bytes=rows_bytes_of(snapshot.spec),
         float32_bytes=snapshot.float32_bytes,
         snapshot_bytes=snapshot.size_bytes,
         version=int(version.folder.name),
-        seed=seed,
+        seed=int(snapshot.manifest.metadata["seed"]),
+        **http.percentiles("http"),
+        **grpc.percentiles("grpc"),
         **fleet.model_dump(include={"shards", "cards", "sharding"}),
     )
 
 
-def _show(
-    console: Console,
-    films: UsersFilms,
-    top: list[tuple[str, str, float]],
-    report: DemoReport,
-    json_file: Path | None,
-) -> None:
-    data = films.dataset.interactions
+def _show(films: UsersFilms, top: list[tuple[str, str, float]], report: DemoReport, json_file: Path | None) -> None:
+    data, console = films.dataset.interactions, stdout_console()
     who = f"user {data.users.ids[films.user]} ({data.users.occupations[films.user]}, {data.users.ages[films.user]})"
     rows = [(place, title, genres, f"{score:.4f}") for place, (title, genres, score) in enumerate(top, start=1)]
     console.print(table_of(f"Films for {who}", ("#", "film", "genres", "#score"), rows))
@@ -327,9 +300,10 @@ def _show(
         json_file.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-async def _serve_on(console: Console, films: UsersFilms, url: str, model: str) -> None:
+async def _serve_on(films: UsersFilms, url: str, model: str) -> None:
     """Print a short request as a command, and serve until a signal."""
     body = json.dumps({**films.body(_PASTED_IDS), "timeout_ms": TIMEOUT_MS})
+    console = stdout_console()
     console.print("\nStill serving. Ask it yourself, or press Ctrl-C:\n")
     line = f"curl -s {url}/v1/models/{model}:rank -d {shlex.quote(body)}\n"
     console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -17,7 +17,6 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from loader.errors import ConfigError
-from loader.progress import Progress, no_progress
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import refused_as
 from router.plan import DEFAULT_REPLICATE_BYTES, Plan
@@ -140,10 +139,7 @@ class ModelSource(LoadOptions):
 
 
 def load_served_model(
-    source: ModelSource,
-    service: RankingService,
-    progress: Progress = no_progress,
-    loop: asyncio.AbstractEventLoop | None = None,
+    source: ModelSource, service: RankingService, loop: asyncio.AbstractEventLoop | None = None
 ) -> LoadedVersion:
     """Open, load and check a version. Blocks; `service.install` makes it live.
 
@@ -153,7 +149,7 @@ def load_served_model(
     may_block = source.memory_budget_bytes is not None or source.card_set is not None
     if source.num_replicas == 0 and (loop is None or may_block):
         raise InternalError("num_replicas 0 ranks rows in RAM on the event loop of requests; allowed here is 1..64")
-    snapshot = Snapshot.open(source.snapshot, verify=source.verify, progress=progress)
+    snapshot = Snapshot.open(source.snapshot, verify=source.verify)
     model, version = snapshot.spec.model, snapshot.version
     division = source.local_shards, source.sharding, source.cards, source.replicate_bytes
     plan, nodes = Plan.of_snapshot(snapshot, *division, source.plan), list[ShardNode]()
@@ -163,7 +159,7 @@ def load_served_model(
             if source.rows_checked:
                 tables = CheckedLoad(*part, memory_budget_bytes=0).run(())
             else:
-                tables = load_tables(*part, memory_budget_bytes=budget, card_set=source.card_set, progress=progress)
+                tables = load_tables(*part, memory_budget_bytes=budget, card_set=source.card_set)
             nodes.append(ShardNode(plan.identity(index)))
             closing.callback(nodes[-1].close)
             nodes[-1].generations.stage(model, version, tables)

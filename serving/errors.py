@@ -21,7 +21,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from loader.errors import ShardrankError
+from loader.errors import ShardrankError, UnavailableError
 
 MAX_FIELD_CHARS = 256
 MAX_PROBLEM_CHARS = 768
@@ -77,6 +77,7 @@ count_mismatch = partial(InvalidRequestError, kind="count_mismatch")
 missing_feature = partial(InvalidRequestError, kind="missing_feature")
 unknown_feature = partial(InvalidRequestError, kind="unknown_feature")
 malformed = partial(InvalidRequestError, kind="malformed")
+not_ready = partial(UnavailableError, kind="not_ready")
 
 
 def limit_exceeded(

@@ -169,7 +169,6 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
     # A thread that loads holds the interpreter for this long at most while a request waits for it.
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     membership = Membership.of(options)
-    workers = num_workers()
     service = RankingService(
         RequestLimits.model_validate(options.limits),
         expected_models=membership.agent.models,
@@ -178,16 +177,13 @@ def run_serving(options: ServeConfig, protection: Protection) -> None:
     member = fleet_member(options, membership, service, protection.node_tls)
     settings.check_store(options.store_place)
     scheme, note, fixed = options.scheme, "", "" if options.in_fleet else _ALONE
-    if workers > 1 and not options.in_fleet:
+    if (workers := num_workers()) > 1 and not options.in_fleet:
         note = _WORKER_NOTE.format(count=workers, process=os.getpid())
 
     def on_listening(listening: Listening) -> None:
         host = reachable_host(listening.host)
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listening.http_port}"
         member.address = options.advertise or url
-
-    def on_ready(listening: Listening) -> None:
-        listening.announce(scheme)
 
     if options.probe_port is None:
         # A process that stands alone shares no port; a worker's are held by its supervisor.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -85,9 +85,12 @@ async def serve_shard(
     (index, num_shards), fleet = options.shard, membership.fleet
     is_alone, plan = membership.version is not None, settings.read_plan(options, membership.agent.models or ())
     node.problems = lambda: _JOINING
-    async with contextlib.AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         stack.push_async_callback(fleet.registry.close)
-        listen = partial(_listen, stack, node, options, tls, may_wait=_may_wait(options, card_set))
+        # Where a lookup may have to wait for a disk or a card, the event loop never pools.
+        may_wait = options.memory_budget_gb is not None or card_set is not None
+        limits = config_of(ServerLimits, options, **({"max_inline_bytes": 0} if may_wait else {}))
+        listen = partial(_listen, stack, node, options, tls, limits)
         server = None if is_alone else await listen()
         await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
         config = settings.node_config(
@@ -126,18 +129,8 @@ async def serve_shard(
             await actions.close()
 
 
-def _may_wait(options: ShardNodeConfig, card_set: CardSet | None) -> bool:
-    """Return whether a lookup may have to wait for a disk or a card: then the event loop never pools."""
-    return options.memory_budget_gb is not None or card_set is not None
-
-
 async def _listen(
-    stack: contextlib.AsyncExitStack,
-    node: ShardNode,
-    options: ShardNodeConfig,
-    tls: TlsConfig | None,
-    *,
-    may_wait: bool,
+    stack: AsyncExitStack, node: ShardNode, options: ShardNodeConfig, tls: TlsConfig | None, limits: ServerLimits
 ) -> NodeServer:
     """Listen until the stack is closed."""
     addresses = [Address.parse(text) for text in options.listen]
@@ -145,7 +138,6 @@ async def _listen(
     reachable = [str(address) for address in (*addresses, admin) if address is not None and not address.is_loopback]
     if reachable and tls is None:
         logger.warning("listens on %s without TLS (--tls-cert): for a private network only", ", ".join(reachable))
-    limits = config_of(ServerLimits, options, **({"max_inline_bytes": 0} if may_wait else {}))
     metrics = None
     if admin is not None:
         from serving.api.node_port import running_node_port  # only who is asked pays for it

@@ -296,7 +296,7 @@ class _Documents(FastAPI):
         service = self._service
 
         def models(model: str, version: str) -> Any:
-            return ModelsDocument(models=service.models())
+            return ModelsDocument(models=[service.describe(live) for live in service.generations.live_versions()])
 
         def model(model: str, version: str) -> ModelInfo:
             return service.describe(model)

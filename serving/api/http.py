@@ -11,6 +11,7 @@ import re
 import ssl as tls
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from email.utils import formatdate
 from functools import partial
 from typing import Literal
@@ -30,12 +31,10 @@ from serving.formats.infer import InferHttpCodec
 from serving.formats.json_reader import JsonCodec
 from serving.formats.messages import MessageCodec
 from serving.formats.requests import Codec
-from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from serving.rank.service import RankingService, answer
 from shard_node.wire.address import Address
-from shard_node.wire.listening import CountFailure
 
 logger = logging.getLogger(__name__)
 
@@ -196,8 +195,7 @@ class HttpServer(HttpListener):
             await asyncio.sleep(period_s)
 
 
-@contextlib.asynccontextmanager
-async def running_admin(
+def running_admin(
     service: RankingService,
     host: str,
     port: int,
@@ -205,7 +203,7 @@ async def running_admin(
     tokens: Tokens | None = None,
     ssl: tls.SSLContext | None = None,
     page: Callable[[], Board] | None = None,
-) -> AsyncIterator[int]:
+) -> AbstractAsyncContextManager[int]:
     """Serve probes, metrics and a page while the block runs, and yield the port. Raises ConfigError, or as `page`."""
 
     @contextlib.asynccontextmanager
@@ -215,25 +213,17 @@ async def running_admin(
             app = create_probes(service, tokens, board, is_loopback=Address(host).is_loopback)
             yield answered_once(app)
 
-    async with listening_on_thread(
-        service.limits, service.clock, service.metrics.failed, probes(), host, port, ssl
-    ) as bound:
-        yield bound
+    make = partial(HttpServer, service.limits, service.clock, service.metrics.failed, ssl=ssl)
+    return listening_on_thread(make, probes(), host, port)
 
 
 @contextlib.asynccontextmanager
 async def listening_on_thread(
-    limits: RequestLimits,
-    clock: Callable[[], float],
-    failed: CountFailure,
-    opening: contextlib.AbstractAsyncContextManager[ASGIApp],
-    host: str,
-    port: int,
-    ssl: tls.SSLContext | None,
+    make: Callable[[ASGIApp], HttpServer], opening: AbstractAsyncContextManager[ASGIApp], host: str, port: int
 ) -> AsyncIterator[int]:
     """Let an application answer on a separate thread while the block runs, and yield the port. Raises ConfigError.
 
-    So full batches keep nobody waiting who only asks. It is opened there.
+    So full batches keep nobody waiting who only asks. It is opened there, and its server made.
     """
     loop, stop = uvloop.new_event_loop(), asyncio.Event()
     bound: concurrent.futures.Future[int] = concurrent.futures.Future()
@@ -243,7 +233,7 @@ async def listening_on_thread(
     async def listen() -> None:
         try:
             async with opening as app:
-                server = HttpServer(limits, clock, failed, app, ssl=ssl)
+                server = make(app)
                 bound.set_result(await server.start(host, port))
                 await stop.wait()
                 await server.stop(ADMIN_DRAIN_TIMEOUT_S)

@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loader.errors import ShardrankError
-from serving.api.http import listening_on_thread
+from serving.api.http import HttpServer, listening_on_thread
 from serving.api.http_messages import Exchange, error_reply
 from serving.errors import InvalidRequestError, NotFoundError
 from serving.limits import RequestLimits
@@ -45,27 +45,17 @@ class NodeMetrics:
         ProcessCollector(registry=registry)
         self._node = node
         registry.register(StateCollector(self._samples, NODE_FAMILIES))
-        self._seconds = Histogram(
-            "shardrank_node_request_seconds",
-            "Time from a whole request to its answer, an error too.",
-            ("model",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._errors = Counter(
-            "shardrank_node_errors", "Requests and connections refused or failed, by kind.", ("api", "kind"),
-            registry=registry,
-        )  # fmt: skip
-        self._in_flight = Gauge(
-            "shardrank_node_requests_in_flight", "Requests waiting for a thread or in one.", registry=registry
-        )
-        self._buffered = Gauge("shardrank_buffered_bytes", "Bytes of messages that are held.", registry=registry)
-        self._buffer_refusals = Counter(
-            "shardrank_buffer_refusals", "Messages refused because max_buffered_bytes are held, by cause.", ("cause",),
-            registry=registry,
-        )  # fmt: skip
-        self._connections = Gauge("shardrank_node_connections", "Connections of routers.", registry=registry)
-        self._of_model = cache(lambda model: (self._seconds.labels(model),))
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        text = "Time from a whole request to its answer, an error too."
+        seconds = Histogram("shardrank_node_request_seconds", text, ("model",), buckets=_SECONDS, registry=registry)
+        text = "Requests and connections refused or failed, by kind."
+        self._errors = counter("shardrank_node_errors", text, ("api", "kind"))
+        self._in_flight = gauge("shardrank_node_requests_in_flight", "Requests waiting for a thread or in one.")
+        self._buffered = gauge("shardrank_buffered_bytes", "Bytes of messages that are held.")
+        text = "Messages refused because max_buffered_bytes are held, by cause."
+        self._buffer_refusals = counter("shardrank_buffer_refusals", text, ("cause",))
+        self._connections = gauge("shardrank_node_connections", "Connections of routers.")
+        self._of_model = cache(lambda model: (seconds.labels(model),))
         self._kept: Kept = deque()
 
     def answered(self, model: str, seconds: float) -> None:
@@ -130,9 +120,8 @@ async def running_node_port(
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
     app = node_app(node, metrics, needs_certificate=tls is not None and tls.client_ca is not None)
     answering: AbstractAsyncContextManager[ASGIApp] = nullcontext(app)
-    async with listening_on_thread(
-        RequestLimits(), time.monotonic, metrics.failed, answering, address.host, address.port, context
-    ) as port:
+    make = partial(HttpServer, RequestLimits(), time.monotonic, metrics.failed, ssl=context)
+    async with listening_on_thread(make, answering, address.host, address.port) as port:
         host = f"[{address.host}]" if ":" in address.host else address.host
         yield metrics, f"{'http' if tls is None else 'https'}://{host}:{port}/metrics"
 

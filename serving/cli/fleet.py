@@ -16,7 +16,6 @@ import click
 from serving.cli import LOGGED, GroupWithExamples, WithExamples, settings
 from serving.cli import options as opts
 from serving.cli.configured import configured
-from serving.cli.output import stdout_console
 from serving.cli.settings import Protection, config_of, opened_registry
 from serving.config import DivisionSettings, FrontSettings, RowSettings, ServeConfig, ShardNodeConfig, TlsSettings
 from serving.fleet.config import CoordinatorSettings, FleetConfig
@@ -57,11 +56,11 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
       shardrank demo --once --json report.json
       shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
     """
-    from serving.demo import DemoConfig, run_demo
+    from serving.demo import run_demo
 
     logged = {name: ctx.meta[name] for name in LOGGED if name in ctx.meta}
-    config, fleet = config_of(DemoConfig, options), config_of(FleetConfig, options, store=None, **logged)
-    ctx.exit(run_demo(config, fleet, stdout_console(), once=once, json_file=json_file))
+    fleet = config_of(FleetConfig, options, store=None, **logged)
+    ctx.exit(run_demo(options, fleet, once=once, json_file=json_file))
 
 
 @configured("up", FleetConfig)

@@ -55,17 +55,17 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
       shardrank train --store models --prune --table 'films={"project_to": 16, "embedding_dim": 8}'
     """
     from serving.training.dataset import FilmsOptions
-    from serving.training.trainer import Pruning, expectation, read_interactions, train_version
+    from serving.training.trainer import expectation, read_interactions, train_version
 
     is_pruned, keep_share, epochs = (options.pop(name) for name in ("prune", "keep_share", "epochs"))
     if not is_pruned and keep_share is not None:
         raise click.UsageError("--keep-share: only with --prune")
-    pruning = config_of(Pruning, {"keep_share": keep_share}) if is_pruned else None
+    keep_share = (keep_share or 1.0) if is_pruned else None
     films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=options.pop("table"))
     interactions = read_interactions(movielens, ratings, seed)
     with progress_bars() as bars:
         version = train_version(
-            interactions, store, seed=seed, epochs=epochs, options=films, pruning=pruning, progress=bars
+            interactions, store, seed=seed, epochs=epochs, options=films, keep_share=keep_share, progress=bars
         )
     quality = expectation(version)
     click.echo(f"AUC {quality.auc_fp32:.4f} (each film by its mean label: {quality.auc_item_mean:.4f})")

@@ -1,5 +1,5 @@
 // Shows the server's document, which it requests again and again. All text gets in by textContent: names come from a registry.
-import { clock, draw } from "./plot.js";
+import { add, clock, draw } from "./plot.js";
 
 const STALE_MS = 12000, PAUSE_MS = 500, SERIES = 6;
 const STEPS = {
@@ -9,7 +9,7 @@ const STEPS = {
 const TIERS = { ram: "RAM", mapped: "SSD", card: "card", hot: "hot copies", pinned: "pinned" };
 const STATES = { ready: "good", up: "good", live: "good", refused: "bad", draining: "warn", staging: "warn", waiting: "warn", ending: "warn" };
 const $ = (id) => document.getElementById(id);
-let token = "", state = null, history = null, access = { needs_token: false, fixed: "" }, readAt = null, shown = "", colours = new Map();
+let token = "", state = null, history = null, access = null, readAt = null, shown = "", colours = new Map();
 const sections = new Map();
 
 // Elements and numbers.
@@ -150,12 +150,11 @@ function colour(key) {
 
 function figure(part, name, title) {
   if (!part.figures.has(name)) {
-    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    svg.setAttribute("class", "plot");
-    svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", `${title}, the last 15 minutes; the table of versions has the last minute's numbers`);
+    const label = `${title}, the last 15 minutes; the table of versions has the last minute's numbers`;
     const readout = element("span", { classes: "readout" });
-    part.plots.append(element("figure", {}, element("figcaption", {}, element("h3", { text: title }), readout), svg));
+    const made = element("figure", {}, element("figcaption", {}, element("h3", { text: title }), readout));
+    const svg = add(made, "svg", { class: "plot", role: "img", "aria-label": label });
+    part.plots.append(made);
     part.figures.set(name, { svg, readout });
   }
   return part.figures.get(name);
@@ -276,10 +275,20 @@ function take(told) {
   if (told.history || state.models.some((one) => !sections.get(one.model).figures.size)) showPlots();
 }
 
+const request = (path, headers) => fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
+
 // Whether to go on: without a right token nothing more is requested.
 async function read() {
-  const headers = token ? { authorization: `Bearer ${token}` } : {};
-  const answer = await fetch(`status?slot=${history?.slot ?? ""}`, { headers, cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
+  if (!access) {
+    const answer = await request("status/access");
+    if (!answer.ok) throw new Error(await reasonOf(answer));
+    access = await answer.json();
+  }
+  if (access.needs_token && !token) {
+    askToken("");
+    return false;
+  }
+  const answer = await request(`status?slot=${history?.slot ?? ""}`, token ? { authorization: `Bearer ${token}` } : {});
   if (answer.status === 401 || answer.status === 403) {
     askToken(token ? await reasonOf(answer) : "");
     return false;
@@ -360,19 +369,4 @@ $("rollback").querySelector("form").onsubmit = async (event) => {
 
 addEventListener("resize", () => { if (history && state) showPlots(); });
 
-async function readAccess() {
-  for (;;) {
-    try {
-      const answer = await fetch("status/access", { cache: "no-store", signal: AbortSignal.timeout(STALE_MS) });
-      if (!answer.ok) throw new Error(await reasonOf(answer));
-      return await answer.json();
-    } catch (error) {
-      lost(error);
-      await pause();
-    }
-  }
-}
-
-access = await readAccess();
-if (access.needs_token) askToken("");
-else run();
+run();

@@ -2,7 +2,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 46, RIGHT = 66, TOP = 8, BOTTOM = 20, LABEL_GAP = 13;
 
-function add(parent, name, attributes, text) {
+export function add(parent, name, attributes, text) {
   const element = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   if (text !== undefined) element.textContent = text;

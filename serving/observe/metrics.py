@@ -24,7 +24,6 @@ from router.hot_keeper import HotStatus
 from router.outliers import ReplicaEvents
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Outcome
 from shard_node.answer import WIRE_FORMS
-from shard_node.tracing import Outcome as TraceOutcome
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 KEEP_UP_S = 0.5
@@ -194,10 +193,6 @@ class ServingMetrics:
     def failed(self, api: str, method: str, kind: str) -> None:
         """Count an error, of a call or of what is no call, such as a connection."""
         self._counter("errors", api, method, kind).inc(self._by)
-
-    def spans_ended(self, outcome: TraceOutcome, count: int) -> None:
-        """Count spans of traces that were exported, failed to be, were dropped (no room or time), or refused."""
-        self.count("trace_spans", outcome, by=count)
 
     def replica_events(self, model: str) -> ReplicaEvents:
         """Return what counts hedges, retries and ejections of one of a model's routers."""

@@ -120,8 +120,11 @@ def running_tracer(config: TraceConfig | None, metrics: ServingMetrics) -> Itera
         return
     from shard_node.otlp import OtlpSink
 
-    with contextlib.closing(OtlpSink(config, metrics.spans_ended)) as sink:
-        yield Tracer(sink, config.sample_share, note=metrics.spans_ended)
+    def note(outcome: Outcome, count: int) -> None:
+        metrics.count("trace_spans", outcome, by=count)
+
+    with contextlib.closing(OtlpSink(config, note)) as sink:
+        yield Tracer(sink, config.sample_share, note=note)
 
 
 def traced_batch(sampled: Sequence[Traced]) -> Traced:

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 import uvloop
 
-from loader.errors import ShardrankError, UnavailableError
-from serving.errors import InternalError
+from loader.errors import ShardrankError
+from serving.errors import InternalError, not_ready
 from serving.formats.requests import LookupRequest, Response
 from serving.observe.calls import Call
 from serving.rank.batcher import Batcher, finish, ranking_failed
@@ -65,8 +65,7 @@ class _OnLoop:
             called = asyncio.run_coroutine_threadsafe(running, self._loop)
         except RuntimeError as error:
             running.close()
-            problem = "the ranking replica has ended: its event loop was closed"
-            raise UnavailableError(problem, kind="not_ready") from error
+            raise not_ready("the ranking replica has ended: its event loop was closed") from error
         self._calls.add(called)
         called.add_done_callback(self._calls.discard)
         return called

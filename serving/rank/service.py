@@ -257,10 +257,6 @@ class RankingService(VersionChoice):
         with self.lease(model, version) as lease:
             return lease.payload.description
 
-    def models(self) -> list[ModelInfo]:
-        """Describe the live version of every model."""
-        return [self.describe(model) for model in self.generations.live_versions()]
-
     def close(self) -> None:
         """Withdraw every version, and wait until each is freed."""
         self.watch.begin_shutdown()

@@ -101,8 +101,7 @@ class Films:
 
     def genres_of(self, film: int) -> list[int]:
         """Return the genres of the film at a position."""
-        genres: list[int] = self.genre_ids[self.genre_offsets[film] : self.genre_offsets[film + 1]].tolist()
-        return genres
+        return list(map(int, self.genre_ids[self.genre_offsets[film] : self.genre_offsets[film + 1]]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -447,8 +446,8 @@ class FilmsDataset:
         fold[train] = draw.integers(NUM_FOLDS, size=train.size)
         return cls(interactions, labels, train, test, fold)
 
-    def histories(self, user_index: Int64Array, excluded: Int64Array, limit: int) -> tuple[Int64Array, Int64Array]:
-        """Find the films that users, int64 [R], liked in the training part, latest first, at most `limit` each.
+    def histories(self, user_index: Int64Array, excluded: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Find the films that users, int64 [R], liked in the training part, latest first, up to HISTORY_LIMIT.
 
         `excluded` is the fold of each that may not be looked at, or `NO_FOLD`. Returns lengths int64 [R], and the
         films' positions, history by history.
@@ -462,8 +461,8 @@ class FilmsDataset:
         seen = self.fold[samples] != excluded[request]
         samples, request = samples[seen], request[seen]
         first = offsets_of(np.bincount(request, minlength=user_index.size))
-        recent = np.arange(request.size) - first[request] < limit
-        return np.minimum(np.diff(first), limit), data.film_index[samples[recent]]
+        recent = np.arange(request.size) - first[request] < HISTORY_LIMIT
+        return np.minimum(np.diff(first), HISTORY_LIMIT), data.film_index[samples[recent]]
 
     def film_statistics(self, film_index: Int64Array, excluded: Int64Array) -> Float32Array:
         """Return float32 [n, 2] of films in training without a fold: log10(1 + ratings), mean label with a prior."""
@@ -475,8 +474,7 @@ class FilmsDataset:
         def others(weights: Float32Array | None) -> npt.NDArray[np.float64]:
             size = self.interactions.films.ids.size * (NUM_FOLDS + 1)
             by_fold = np.bincount(cell, weights, size).reshape(-1, NUM_FOLDS + 1).astype(np.float64)
-            in_others: npt.NDArray[np.float64] = (by_fold.sum(axis=1, keepdims=True) - by_fold)[film_index, column]
-            return in_others
+            return np.asarray((by_fold.sum(axis=1, keepdims=True) - by_fold)[film_index, column])
 
         count = others(None)
         mean = (others(labels) + PRIOR_RATINGS * float(labels.mean())) / (count + PRIOR_RATINGS)
@@ -492,19 +490,13 @@ class LabelledRequests:
     samples: Int64Array
 
 
-def training_requests(dataset: FilmsDataset, spec: ModelSpec | ModelDescription) -> LabelledRequests:
-    """Make one request for each user and fold: the films rated in the fold, with a history from the others."""
-    return _grouped(dataset, spec, dataset.train)
-
-
-def evaluation_requests(dataset: FilmsDataset, spec: ModelSpec, limit: int | None = None) -> LabelledRequests:
-    """Make one request for each user of the test part (the first `limit` of them), with their films there."""
-    return _grouped(dataset, spec, dataset.test, limit)
-
-
-def _grouped(
+def labelled_requests(
     dataset: FilmsDataset, spec: ModelSpec | ModelDescription, samples: Int64Array, limit: int | None = None
 ) -> LabelledRequests:
+    """Make one request for each user and fold of samples, of `train` or `test`; the first `limit` of them.
+
+    It has the films that were rated in the fold, and a history from the others.
+    """
     data = dataset.interactions
     group = data.user_index[samples] * (NUM_FOLDS + 1) + (dataset.fold[samples] + 1)
     samples = samples[np.argsort(group, kind="stable")]
@@ -512,7 +504,7 @@ def _grouped(
     first, counts = first[:limit], counts[:limit]
     samples = samples[: counts.sum()]
     users, films, excluded = data.user_index[samples[first]], data.film_index[samples], dataset.fold[samples]
-    history_lengths, history = dataset.histories(users, excluded[first], HISTORY_LIMIT)
+    history_lengths, history = dataset.histories(users, excluded[first])
     genre_lengths, genres = positions_in(data.films.genre_offsets, films)
     values = {"user_id": data.users.ids[users]}
     if any(feature.name == "age" for feature in spec.features):

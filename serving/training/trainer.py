@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -24,7 +23,7 @@ from loader.progress import Progress, no_progress
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import ArrayRows
-from loader.snapshot.tables import Frozen, RowDtype, VocabularyMapping, refused_as
+from loader.snapshot.tables import RowDtype, VocabularyMapping, refused_as
 from loader.snapshot.writer import export_snapshot
 from loader.traces import count_values
 from router.table_sizing import fitted
@@ -35,12 +34,11 @@ from serving.training.dataset import (
     Interactions,
     LabelledRequests,
     TrainingError,
-    evaluation_requests,
     films_description,
     films_vocabularies,
     generate_interactions,
+    labelled_requests,
     read_movielens,
-    training_requests,
 )
 from serving.training.network import RankingNetwork, RequestBatches, TrainedModel, float32_scores, undivided
 from shard_node.bags import Float32Array, Int64Array
@@ -75,7 +73,7 @@ def train(
     are divided by popularity needs their `row_classes`. Raises RankingModelError if the dense model is not valid.
     """
     vocabularies = films_vocabularies(dataset.interactions, spec)
-    labelled = training_requests(dataset, spec)
+    labelled = labelled_requests(dataset, spec, dataset.train)
     batches = RequestBatches(spec, vocabularies, labelled.requests)
     labels, draw = torch.from_numpy(labelled.labels), np.random.default_rng(seed)
     with torch.random.fork_rng(devices=[]):
@@ -126,17 +124,11 @@ def _optimizers(network: RankingNetwork) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-class Pruning(Frozen):
-    """Prune all rows but the hottest with `keep_share` of the lookups (1: unused rows)."""
-
-    keep_share: float = Field(default=1.0, gt=0, le=1)
-
-
 def training_counts(dataset: FilmsDataset, description: ModelDescription) -> dict[str, Int64Array]:
     """Count how often training looks up each row of each table, int64 [num_embeddings], by the training part alone."""
     spec = trained_form(description).compiled()
     vocabularies = films_vocabularies(dataset.interactions, spec)
-    counts = RequestBatches(spec, vocabularies, training_requests(dataset, spec).requests).counts()
+    counts = RequestBatches(spec, vocabularies, labelled_requests(dataset, spec, dataset.train).requests).counts()
     for table in undivided(spec).tables:
         if table.unknown_id == "default_row":
             counts[table.name][table.default_row] += math.ceil(UNKNOWN_SHARE * int(counts[table.name].sum()))
@@ -158,16 +150,16 @@ def _has_trained_parts(table: TableDescription) -> bool:
     return narrower or table.project_to is not None or isinstance(table.id_mapping, QuotientRemainderMapping)
 
 
-def kept_by(pruning: Pruning | None, description: ModelDescription, counts: Counts) -> dict[str, int]:
-    """Return how many rows are left of each table that is pruned.
+def kept_by(keep_share: float | None, description: ModelDescription, counts: Counts) -> dict[str, int]:
+    """Return how many rows are left of each table that is pruned: the hottest, with this share of the lookups.
 
-    Not pruned are tables that are stored in slices or by quotient_remainder, and where a single row would go: what its
-    ids get is a row, too.
+    1 leaves out what was never looked up, None nothing. Not pruned are tables that are stored in slices or by
+    quotient_remainder, and where a single row would go: what its ids get is a row, too.
     """
     kept: dict[str, int] = {}
     for table in description.tables:
-        if pruning and not table.column_dims and not isinstance(table.id_mapping, QuotientRemainderMapping):
-            count = kept_rows(table.name, counts[table.name], pruning.keep_share)
+        if keep_share and not table.column_dims and not isinstance(table.id_mapping, QuotientRemainderMapping):
+            count = kept_rows(table.name, counts[table.name], keep_share)
             if count < counts[table.name].size - 1:
                 kept[table.name] = count
     return kept
@@ -177,7 +169,7 @@ def train_described(
     dataset: FilmsDataset,
     description: ModelDescription,
     *,
-    pruning: Pruning | None = None,
+    keep_share: float | None = None,
     seed: int = 0,
     epochs: int = DEFAULT_EPOCHS,
     progress: Progress = no_progress,
@@ -189,11 +181,11 @@ def train_described(
     training part need. Raises TrainingError, FittingError, or ExportError as `divide_rows`.
     """
     if any(table.num_embeddings == "auto" for table in description.tables):
-        ids = training_requests(dataset, description).requests.values
+        ids = labelled_requests(dataset, description, dataset.train).requests.values
         description = fitted(description, {name: count_values(name, values) for name, values in ids.items()})
     with refused_as(TrainingError, "", ModelSpec):
         counts = training_counts(dataset, description)
-        kept = kept_by(pruning, description, counts)
+        kept = kept_by(keep_share, description, counts)
         spec = description.compiled(kept)
     # Parts that are not cut out of trained rows are trained; all other tables are trained undivided.
     in_parts = {table.name for table in description.tables if _has_trained_parts(table)}
@@ -246,7 +238,7 @@ def train_version(
     seed: int,
     epochs: int | None = None,
     options: FilmsOptions | None = None,
-    pruning: Pruning | None = None,
+    keep_share: float | None = None,
     progress: Progress = no_progress,
 ) -> TrainedVersion:
     """Train a model and write it as the next version into a store.
@@ -257,7 +249,7 @@ def train_version(
     trained = train_described(
         dataset,
         films_description(interactions, options),
-        pruning=pruning,
+        keep_share=keep_share,
         seed=seed,
         epochs=epochs or DEFAULT_EPOCHS,
         progress=progress,
@@ -280,7 +272,7 @@ def export_trained(
     Its golden requests are the first of the test part with the scores of the float32 model. The tolerance is that of
     its coarsest row format.
     """
-    requests = evaluation_requests(dataset, trained.spec, GOLDEN_REQUESTS).requests
+    requests = labelled_requests(dataset, trained.spec, dataset.test, GOLDEN_REQUESTS).requests
     return export_snapshot(
         store,
         trained.spec,
@@ -298,7 +290,7 @@ def export_trained(
 
 def expectation(version: TrainedVersion) -> Expectation:
     """Rank the test part with the float32 model in this process, and with the baseline."""
-    labelled = evaluation_requests(version.dataset, version.trained.spec)
+    labelled = labelled_requests(version.dataset, version.trained.spec, version.dataset.test)
     scores = float32_scores(version.trained, labelled.requests)
     dataset, samples = version.dataset, labelled.samples
     statistics = dataset.film_statistics(dataset.interactions.film_index[samples], dataset.fold[samples])

@@ -78,9 +78,10 @@ class DenseSteps:
         snapshot's weights may have drifted far from it.
         """
         key = served.model, served.version
-        newest = await self._newer(*key, served.dense_step)
-        if newest is None:
+        newest = await self._fleet.dense_step(*key)
+        if newest is None or newest.step <= served.dense_step or self._is_refused(newest):
             return
+        await self._fleet.check_identity()
         accepted = None if served.dense_step else await self._fleet.dense_step(*key, accepted=True)
         # One that can't be read now is waited for; a file that is damaged is not.
         if accepted and not await self._try(served, accepted, math.inf) and not self._is_refused(accepted):
@@ -88,13 +89,6 @@ class DenseSteps:
         is_next = newest.step > served.dense_step and not self._is_refused(newest)
         if is_next and await self._try(served, newest, newest.max_drift):
             await self._fleet.accept_dense_step(newest)
-
-    async def _newer(self, model: str, version: int, step: int) -> DenseStep | None:
-        newest = await self._fleet.dense_step(model, version)
-        if newest is None or newest.step <= step or self._is_refused(newest):
-            return None
-        await self._fleet.check_identity()
-        return newest
 
     def _is_refused(self, record: DenseStep) -> bool:
         before = self.refused.get((record.model, record.version))

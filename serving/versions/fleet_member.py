@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 
 from loader.deltas.chain import FORMAT as DELTA_FORMAT
-from loader.errors import SnapshotCorruptError, SnapshotError, UnavailableError
+from loader.errors import SnapshotCorruptError, SnapshotError
 from loader.progress import CancelToken, Progress, ended, in_background, throttled
 from loader.registry.fleet import (
     FleetRecord,
@@ -50,7 +50,7 @@ from router.replica_directory import ReplicaDirectory
 from router.shard import ReplicaSource, ReplicatedShard
 from router.shard_client import ShardClient
 from serving.api.warming import warm, warming_requests
-from serving.errors import RankingModelError
+from serving.errors import RankingModelError, not_ready
 from serving.formats.requests import RankRequest
 from serving.observe.watch import Readiness
 from serving.rank.service import RankingService
@@ -247,8 +247,7 @@ class FleetMember:
         published = await self.fleet.version(model, version)
         await self.fleet.check_identity()
         if published is None:
-            problem = f"version {version} of model {model!r} is not on record as published"
-            raise UnavailableError(problem, kind="not_ready")
+            raise not_ready(f"version {version} of model {model!r} is not on record as published")
         topology = None
         if self._local is None:
             topology = await self._topology(model, version, desired.num_shards.get(version))
@@ -345,13 +344,12 @@ class FleetMember:
         # A registry that was emptied has none until a shard node restarts; the nodes still tell.
         topology = await self.fleet.fleet() or self.directory.topology()
         if topology is None:
-            raise UnavailableError("no shard node has joined the fleet yet", kind="not_ready")
+            raise not_ready("no shard node has joined the fleet yet")
         topology = topology.model_copy(update={} if num_shards is None else {"num_shards": num_shards})
         count = topology.num_shards
         if missing := [index for index in range(count) if not self.directory.current(model, version, index)[1]]:
             where = f"shard {', '.join(map(str, missing))} of {count}"
-            problem = f"no node of {where} has version {version} of model {model!r} ready"
-            raise UnavailableError(problem, kind="not_ready")
+            raise not_ready(f"no node of {where} has version {version} of model {model!r} ready")
         return topology
 
     async def _load(
@@ -425,8 +423,7 @@ class FleetMember:
                     )
                     where = f"the rows of version {version} of model {model!r} that are in this process"
                     raise SnapshotCorruptError(f"{snapshot.path}: {problem} {where}")
-            shard = LocalShard(self._local.node)
-            return self._local.plan_of(snapshot), lambda events: [shard], None
+            return self._local.plan_of(snapshot), lambda events: [LocalShard(self._local.node)], None
         assert topology is not None
         division = topology.num_shards, topology.sharding, None, topology.replicate_bytes
         plan = Plan.of_snapshot(snapshot, *division, config.plan)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from loader.errors import UnavailableError
 from loader.registry.fleet import DenseStep
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ExportedModelSpec
@@ -30,7 +29,7 @@ from router.plan_file import PlanFile
 from router.router import Router
 from serving.cards.ranking import CardRanking, scorer_on_card
 from serving.description import ModelInfo, NumberFormat
-from serving.errors import RankingModelError
+from serving.errors import RankingModelError, not_ready
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.exported import load_exported
@@ -51,11 +50,13 @@ from shard_node.wire.tls import TlsClientConfig
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Clock: TypeAlias = Callable[[], float]
 WireDtypeChoice: TypeAlias = Literal["auto", "float32", "float16"]
 """Number format of sums that shards send: `auto` is float16 where the golden scores allow it."""
 ShardsFactory: TypeAlias = Callable[[ReplicaEvents], Sequence[Shard]]
 """Makes one replica's own connections to all shards of the plan; called on the replica's event loop."""
 
+_mismatch = partial(RankingModelError, kind="golden_mismatch")
 INFO_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 GOLDEN_TIMEOUT_S = 30.0
@@ -124,7 +125,7 @@ class LoadedVersion:
         *,
         limits: RequestLimits | None = None,
         metrics: ServingMetrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None = None,
         hot: HotRows | None = None,
@@ -162,7 +163,7 @@ class LoadedVersion:
         name = f"rank-{spec.model}-{snapshot.version}"
         replicas = _started(name, options.num_replicas or 1, checked_with, ranking, clock)
         try:
-            checked = check_version(snapshot, parts, replicas, options.dtype, options.wire_dtype, clock)
+            checked = check_version(snapshot, parts, replicas, options, clock)
         except BaseException:
             _stop(checked_with, replicas)
             raise
@@ -198,22 +199,16 @@ class LoadedVersion:
         version any more: the fleet went on without this process, which lost sight of the registry.
         """
         if dead := [replica for replica in self._replicas if not replica.is_alive]:
-            raise UnavailableError(
-                f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended", kind="not_ready"
-            )
+            raise not_ready(f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended")
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
                 nodes = await asyncio.wrap_future(self._replicas[0].call(Ranking.nodes))
         except TimeoutError:
-            raise UnavailableError(
-                f"the shards of {self.model!r} did not answer within {INFO_TIMEOUT_S} s", kind="not_ready"
-            ) from None
+            raise not_ready(f"the shards of {self.model!r} did not answer within {INFO_TIMEOUT_S} s") from None
         have = {info.identity.shard_index for _, info in nodes if info.has(self.model, self.version)}
         if lacking := {info.identity.shard_index for _, info in nodes} - have:
-            raise UnavailableError(
-                f"no node of shard {min(lacking)} that answers has version {self.version} of model {self.model!r}",
-                kind="not_ready",
-            )
+            where = f"shard {min(lacking)} that answers"
+            raise not_ready(f"no node of {where} has version {self.version} of model {self.model!r}")
         return nodes
 
     async def on_each(self, work: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -241,11 +236,8 @@ class LoadedVersion:
         if golden is not None:
             check = _GoldenCheck(snapshot, current, replicas, golden, max_drift, time.monotonic)
             if (drift := check.difference(replicas[0], parts, to_current=True)) > max_drift:
-                raise RankingModelError(
-                    f"golden scores are up to {drift:.3g} from those of dense step {current.dense_step}, of the same "
-                    f"rows; max_drift is {max_drift:g}",
-                    kind="golden_mismatch",
-                )
+                difference = f"{drift:.3g} from those of dense step {current.dense_step}, of the same rows"
+                raise _mismatch(f"golden scores are up to {difference}; max_drift is {max_drift:g}")
 
         async def offer(ranking: Ranking) -> None:
             await ranking.prepare(parts)
@@ -274,9 +266,7 @@ class LoadedVersion:
         self._on_close()
 
 
-def _started(
-    name: str, count: int, batcher: Batcher, ranking: Callable[[int], Ranking], clock: Callable[[], float]
-) -> list[Replica]:
+def _started(name: str, count: int, batcher: Batcher, ranking: Callable[[int], Ranking], clock: Clock) -> list[Replica]:
     replicas: list[Replica] = []
 
     def replica_failed() -> None:
@@ -296,7 +286,7 @@ def _started(
 
 
 def _on_loop(
-    make: Callable[[], Ranking], batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
+    make: Callable[[], Ranking], batcher: Batcher, loop: asyncio.AbstractEventLoop, clock: Clock
 ) -> LoopReplica:
     async def connect() -> Ranking:
         ranking = make()
@@ -355,12 +345,7 @@ def ranking_parts(
 
 
 def check_version(
-    snapshot: Snapshot,
-    parts: RankingParts,
-    replicas: Sequence[Replica],
-    dtype: DtypeChoice,
-    wire_dtype: WireDtypeChoice,
-    clock: Callable[[], float],
+    snapshot: Snapshot, parts: RankingParts, replicas: Sequence[Replica], options: LoadOptions, clock: Clock
 ) -> CheckedVersion:
     """Check the golden scores, choose the number formats, and warm every replica. Blocks.
 
@@ -371,7 +356,7 @@ def check_version(
     The replicas are started, have no requests yet, and use `parts`, which are in float32. Raises RankingModelError if
     it must not serve, also for bfloat16 on a device without, ShardrankError if its rows can't be looked up.
     """
-    deadline = clock() + CONNECT_TIMEOUT_S
+    deadline, dtype, wire_dtype = clock() + CONNECT_TIMEOUT_S, options.dtype, options.wire_dtype
 
     async def connect(ranking: Ranking) -> torch.device:
         await ranking.connect(deadline)
@@ -422,7 +407,7 @@ class _GoldenCheck:
     replicas: Sequence[Replica]
     golden: GoldenRequests
     tolerance: float
-    clock: Callable[[], float]
+    clock: Clock
 
     @property
     def name(self) -> str:
@@ -460,11 +445,8 @@ class _GoldenCheck:
             return True
         # Asked after the scores: what was applied before them is surely seen.
         if not self.has_deltas():
-            raise RankingModelError(
-                f"{self.name}: golden scores differ by up to {difference:.3g}, the manifest allows "
-                f"{self.tolerance:.3g}",
-                kind="golden_mismatch",
-            )
+            allowed = f"the manifest allows {self.tolerance:.3g}"
+            raise _mismatch(f"{self.name}: golden scores differ by up to {difference:.3g}, {allowed}")
         after = "%s: golden scores differ by up to %.3g since deltas were applied (the manifest allows %.3g)"
         logger.warning(after, self.name, difference, self.tolerance)
         return False
@@ -512,11 +494,10 @@ class _GoldenCheck:
                 if len(rejected):
                     feature = self.parts.schema.features.features[int(rejected.feature[0])].name
                     golden_id = f"golden id {int(rejected.id[0])} of feature {feature!r}"
-                    raise RankingModelError(f"{self.name}: {golden_id} has no row", kind="golden_mismatch")
+                    raise _mismatch(f"{self.name}: {golden_id} has no row")
                 differences = np.abs(scores - expected)
                 if not np.isfinite(differences).all():
-                    problem = "a golden request got a score that is not finite"
-                    raise RankingModelError(f"{self.name}: {problem}", kind="golden_mismatch")
+                    raise _mismatch(f"{self.name}: a golden request got a score that is not finite")
                 largest = max(largest, float(differences.max()))
                 await asyncio.sleep(clock() - started_at)
             return largest

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from loader.errors import ConfigError, UnavailableError
+from loader.errors import ConfigError
 from loader.progress import BeginThread, begin_thread
-from serving.errors import NotFoundError
+from serving.errors import NotFoundError, not_ready
 from serving.versions.loaded_version import LoadedVersion
 from shard_node.errors import GenerationNotFoundError
 from shard_node.generation import Generation, Generations, Lease
@@ -132,7 +132,7 @@ class VersionChoice:
             return self.generations.lease(model, version)
         except GenerationNotFoundError as error:
             if version is None and model in (self.expected or ()):
-                raise UnavailableError(f"model: {model!r} is not loaded yet", kind="not_ready") from error
+                raise not_ready(f"model: {model!r} is not loaded yet") from error
             served = [f"{generation.model} {generation.version}" for generation in self.generations.all()]
             requested = repr(model[:128]) + ("" if version is None else f" version {version}")
             says = f"model: {requested} is not served here; served are {served}"

@@ -34,9 +34,9 @@ from serving.rank.service import RankingService
 from serving.training.dataset import (
     FilmsDataset,
     FilmsOptions,
-    evaluation_requests,
     films_description,
     films_vocabularies,
+    labelled_requests,
 )
 from serving.training.network import RankingNetwork, RequestBatches
 from shardrank_testing.errors import raises_kind
@@ -87,7 +87,7 @@ class TwoTasksModel:
 
     def requests(self, limit: int | None = None) -> GoldenRequests:
         """Requests of the test part with the outputs and scores that the module gives."""
-        requests = evaluation_requests(self.dataset, self.spec, limit).requests
+        requests = labelled_requests(self.dataset, self.spec, self.dataset.test, limit).requests
         batches = RequestBatches(self.spec, self.vocabularies, requests)
         with torch.inference_mode():
             inputs = self.network.inputs(batches.select(np.arange(batches.num_requests)))

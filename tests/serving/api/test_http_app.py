@@ -77,10 +77,10 @@ async def test_a_coded_body_is_refused_where_none_is_taken(api):
 async def test_a_defect_is_logged_once_and_ends_no_connection(api_model, caplog):
     with api_service(api_model) as service:
 
-        def broken() -> list[object]:
+        def broken(model: str) -> object:
             raise RuntimeError("secret of the house")
 
-        service.models = broken  # type: ignore[method-assign, assignment]
+        service.describe = broken  # type: ignore[method-assign, assignment]
         async with running_api(service) as api:
             answer = await api.http.get("/v1/models", headers={"x-request-id": "abc"})
             assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "internal")

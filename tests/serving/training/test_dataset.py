@@ -14,10 +14,9 @@ from serving.training.dataset import (
     FilmsOptions,
     LabelledRequests,
     TrainingError,
-    evaluation_requests,
     films_description,
+    labelled_requests,
     read_movielens,
-    training_requests,
 )
 from shardrank_testing.movielens import small_interactions, write_movielens
 
@@ -48,7 +47,7 @@ def test_the_split_is_80_to_20_and_the_same_for_the_same_seed() -> None:
 
 
 def test_a_training_history_holds_no_film_of_its_own_fold() -> None:
-    labelled = training_requests(DATASET, films_description(DATA).compiled())
+    labelled = labelled_requests(DATASET, films_description(DATA).compiled(), DATASET.train)
     assert sorted(labelled.samples) == sorted(DATASET.train)
     for history, samples in zip(histories_of(labelled), samples_of(labelled), strict=True):
         user, fold = {*DATA.user_index[samples]}, {*DATASET.fold[samples]}
@@ -64,7 +63,7 @@ def test_a_training_history_holds_no_film_of_its_own_fold() -> None:
 
 
 def test_an_evaluation_history_is_of_training_latest_first() -> None:
-    labelled = evaluation_requests(DATASET, films_description(DATA).compiled())
+    labelled = labelled_requests(DATASET, films_description(DATA).compiled(), DATASET.test)
     assert sorted(labelled.samples) == sorted(DATASET.test)
     np.testing.assert_array_equal(labelled.labels, DATASET.labels[labelled.samples])
     for history, samples in zip(histories_of(labelled), samples_of(labelled), strict=True):
@@ -86,7 +85,7 @@ def test_a_samples_own_label_changes_nothing_that_it_is_told() -> None:
     spec = films_description(DATA, options).compiled()
     told = []
     for dataset in (DATASET, flipped):
-        labelled = training_requests(dataset, spec)
+        labelled = labelled_requests(dataset, spec, dataset.train)
         candidate = int(np.flatnonzero(labelled.samples == sample)[0])
         request = int(np.searchsorted(np.cumsum(labelled.requests.num_candidates), candidate, side="right"))
         told.append((histories_of(labelled)[request], labelled.requests.candidate_dense[candidate]))

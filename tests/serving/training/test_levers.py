@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.training.dataset import FilmsDataset, FilmsOptions, TrainingError, films_description, training_requests
+from serving.training.dataset import FilmsDataset, FilmsOptions, TrainingError, films_description, labelled_requests
 from serving.training.network import float32_scores
-from serving.training.trainer import Pruning, divided, kept_by, train_described, training_counts
+from serving.training.trainer import divided, kept_by, train_described, training_counts
 from shardrank_testing.movielens import small_interactions
 
 DATASET = FilmsDataset.split(small_interactions(), seed=0)
@@ -20,19 +20,19 @@ def description(tables: dict[str, Any], **options: Any):
     return films_description(DATASET.interactions, FilmsOptions.model_validate(given))
 
 
-def trained_with(tables: dict[str, Any], pruning: Pruning | None = None, **options: Any):
-    return train_described(DATASET, description(tables, **options), pruning=pruning, epochs=1)
+def trained_with(tables: dict[str, Any], keep_share: float | None = None, **options: Any):
+    return train_described(DATASET, description(tables, **options), keep_share=keep_share, epochs=1)
 
 
 def scores_in_training(model) -> np.ndarray:
-    return float32_scores(model, training_requests(DATASET, model.spec).requests)
+    return float32_scores(model, labelled_requests(DATASET, model.spec, DATASET.train).requests)
 
 
 def test_pruning_unused_rows_changes_no_training_score() -> None:
     whole = trained_with({}, profile=True, crosses=True)
     model = description({}, profile=True, crosses=True)
     counts = training_counts(DATASET, model)
-    kept = kept_by(Pruning(), model, counts)
+    kept = kept_by(1.0, model, counts)
     pruned = divided(whole, model.compiled(kept), counts)
     assert kept["zip_film"] == np.count_nonzero(counts["zip_film"]) < counts["zip_film"].size - 1
     assert pruned.tables["zip_film"].shape == (kept["zip_film"] + 1, 16)
@@ -42,7 +42,7 @@ def test_pruning_unused_rows_changes_no_training_score() -> None:
 def test_pruning_keeps_the_hottest_rows_and_the_others_mean() -> None:
     whole, model = trained_with({}), description({})
     counts = training_counts(DATASET, model)
-    kept = kept_by(Pruning(keep_share=0.5), model, counts)
+    kept = kept_by(0.5, model, counts)
     pruned = divided(whole, model.compiled(kept), counts)
     order = np.argsort(-counts["films"], kind="stable")
     hottest, others = np.sort(order[: kept["films"]]), order[kept["films"] :]

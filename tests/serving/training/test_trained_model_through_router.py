@@ -13,7 +13,7 @@ from serving.embedded import ModelSource, load_served_model
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.training.dataset import FilmsDataset, FilmsOptions, films_description
-from serving.training.trainer import GOLDEN_TOLERANCES, Pruning, export_trained, train_described
+from serving.training.trainer import GOLDEN_TOLERANCES, export_trained, train_described
 from shardrank_testing.movielens import small_interactions
 
 DATASET = FilmsDataset.split(small_interactions(), seed=0)
@@ -34,11 +34,11 @@ EXACT = {"dtype": "fp32", "profile": True}
 
 
 def served_difference(
-    store: Path, options: dict[str, Any], dtype: str, num_shards: int, pruning: Pruning | None = None
+    store: Path, options: dict[str, Any], dtype: str, num_shards: int, keep_share: float | None = None
 ) -> float:
     """Train and serve a model; return how far its golden scores are from those of training, which refuses to be far."""
     described = films_description(DATASET.interactions, FilmsOptions.model_validate(options))
-    trained = train_described(DATASET, described, pruning=pruning, epochs=1)
+    trained = train_described(DATASET, described, keep_share=keep_share, epochs=1)
     path = export_trained(trained, DATASET, store)
     assert Snapshot.open(path).manifest.golden.tolerance == GOLDEN_TOLERANCES[options.get("dtype", "int8")]
     topology = {"local_shards": num_shards, "cards": 2, "sharding": "hash", "replicate_bytes": 0}
@@ -67,8 +67,8 @@ def test_quantised_rows_stay_within_the_golden_tolerance(row_dtype, dtype, tmp_p
     assert 0 < served_difference(tmp_path, {"dtype": row_dtype}, dtype, 2) <= GOLDEN_TOLERANCES[row_dtype]
 
 
-@pytest.mark.parametrize(("kind", "pruning"), [("target_attention", Pruning(keep_share=0.9)), ("dcn_v2", None)])
-def test_a_model_with_every_lever_gives_its_scores(kind, pruning, tmp_path):
+@pytest.mark.parametrize(("kind", "keep_share"), [("target_attention", 0.9), ("dcn_v2", None)])
+def test_a_model_with_every_lever_gives_its_scores(kind, keep_share, tmp_path):
     """Hot users and cold films are stored as float16."""
     options = EXACT | {"kind": kind, "crosses": True, "tables": EVERY_LEVER}
-    assert served_difference(tmp_path, options, "float32", 2, pruning) <= 1e-4
+    assert served_difference(tmp_path, options, "float32", 2, keep_share) <= 1e-4

@@ -15,9 +15,9 @@ from serving.training.dataset import (
     FilmsDataset,
     FilmsOptions,
     TrainingError,
-    evaluation_requests,
     films_description,
     generate_interactions,
+    labelled_requests,
 )
 from serving.training.network import TrainedModel, float32_scores
 from serving.training.trainer import (
@@ -40,7 +40,7 @@ def test_planted_tastes_are_found() -> None:
     data = generate_interactions(9000, num_users=250, num_films=150, seed=5)
     dataset = FilmsDataset.split(data, seed=0)
     spec = films_description(data).compiled()
-    labelled = evaluation_requests(dataset, spec)
+    labelled = labelled_requests(dataset, spec, dataset.test)
     model = train(dataset, spec, epochs=8)
     films = data.film_index[labelled.samples]
     baseline = dataset.film_statistics(films, dataset.fold[labelled.samples])[:, 1]
@@ -62,7 +62,7 @@ def test_the_same_seed_trains_the_same_model(trained: TrainedModel) -> None:
 
 
 def test_an_unknown_user_is_scored_with_the_default_row(trained: TrainedModel) -> None:
-    requests = evaluation_requests(DATASET, trained.spec).requests.request(0)
+    requests = labelled_requests(DATASET, trained.spec, DATASET.test).requests.request(0)
     scores = float32_scores(trained, requests)
     requests.values["user_id"] = np.array([10**9])
     unknown = float32_scores(trained, requests)
@@ -80,7 +80,7 @@ def test_an_exported_model_has_golden_scores_and_metadata(trained: TrainedModel,
     assert snapshot.manifest.spec == trained.spec
     golden = snapshot.golden()
     assert golden.num_requests == GOLDEN_REQUESTS
-    first = evaluation_requests(DATASET, trained.spec).requests
+    first = labelled_requests(DATASET, trained.spec, DATASET.test).requests
     np.testing.assert_allclose(golden.scores, float32_scores(trained, first)[: golden.scores.size], atol=1e-6)
     assert snapshot.manifest.metadata == {"seed": "0"}
 
