@@ -177,7 +177,7 @@ class _Export:
             slices = [(part, slice(end - part.embedding_dim, end)) for part, end in ends]
             rows_per_file = self.rows_per_file[table.slices[0].name]
             for file_index, paths in enumerate(zip(*(self.rows_paths(stored) for stored in table.slices), strict=True)):
-                missing = [part for part, path in zip(slices, paths, strict=True) if not folder.is_finished(path)]
+                missing = [part for part, path in zip(slices, paths, strict=True) if path not in folder.finished]
                 if missing:
                     encoded = _encode_file(table, missing, rows[table.name], rows_per_file, file_index, progress)
                 else:

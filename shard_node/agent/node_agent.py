@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -94,16 +95,9 @@ def stage_tables(
     load = prepare_load(
         snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set, observed=observed
     )
-    claims = load.take(memory)
-    try:
-        # One thread: it is background work, and shares a budget.
-        if verify:
-            snapshot.check_content("rows", threads=1, progress=progress)
-    except BaseException:
-        for claim in claims:
-            claim.give_back()
-        raise
-    return load.run(claims, progress)
+    # One thread: it is background work, and shares a budget.
+    check = partial(snapshot.check_content, "rows", threads=1, progress=progress) if verify else lambda: None
+    return load.run(load.take(memory), progress, check)
 
 
 def share_of(tell: Callable[[float], None]) -> Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -56,18 +57,11 @@ def _control_groups(root: Path) -> list[tuple[int | None, int]]:
         folder = top / group.lstrip("/")
         # In a container the path may be the host's: then only the mounted top is there to be read.
         for level in [folder, *folder.parents]:
-            if level.is_relative_to(top) and (use := _read_group(level, *names)) is not None:
-                found.append(use)
+            if level.is_relative_to(top):
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    limit, usage = ((level / name).read_text(encoding="ascii").strip() for name in names)
+                    found.append((None if limit == "max" else int(limit), int(usage)))
     return found
-
-
-def _read_group(folder: Path, limit_name: str, usage_name: str) -> tuple[int | None, int] | None:
-    try:
-        limit = (folder / limit_name).read_text(encoding="ascii").strip()
-        usage = (folder / usage_name).read_text(encoding="ascii").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return (None if limit == "max" else int(limit)), int(usage)
 
 
 def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Literal["ram", "mapped"]]:
