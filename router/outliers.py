@@ -274,7 +274,6 @@ class Outliers:
         return bool(peers) and seconds > policy.slow_factor * statistics.median(peers) + policy.slow_excess_ms / 1e3
 
     def _medians(self, now: float) -> dict[ReplicaHealth, float]:
-        """Return the median time of each replica in service with enough recent answers."""
         medians = {}
         for health in self._members:
             recent = [seconds for when, seconds in health.answers if now - when <= self._policy.window_s]

@@ -19,13 +19,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.access_counts import AccessCounts
+from loader.access_counts import AccessCounts, Int64Array
 from loader.description import ModelDescription, TableDescription
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, Frozen, HashMapping, VocabularyMapping
 from router.errors import FittingError
 from router.id_mapping import hashed_rows
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 HEAD_SHARES = (0.01, 0.1)

@@ -190,8 +190,7 @@ def add(
         out = torch.from_numpy(block if block.flags.writeable else block.copy())
         for _, sums in parts[1:]:
             out += torch.from_numpy(sums)
-        whole: Float32Array = out.numpy()
-        return whole
+        return out.numpy()
     if share_no_bag or not parts:
         # One item per bag: NumPy puts such whole, in half of the time of rows of numbers.
         covered = sum(index.size for index, _ in parts)
@@ -214,8 +213,7 @@ def add(
 
 def _float32(sums: Sums) -> Float32Array:
     # PyTorch converts twenty times as fast as NumPy.
-    widened: Float32Array = sums if sums.dtype == np.float32 else torch.from_numpy(sums).float().numpy()
-    return widened
+    return sums if sums.dtype == np.float32 else torch.from_numpy(sums).float().numpy()
 
 
 def _as_items(block: Float32Array) -> npt.NDArray[np.void]:

@@ -114,8 +114,7 @@ def _cuts(sizes: Iterable[int]) -> list[int]:
 def _array(what: str, given: Any) -> npt.NDArray[Any]:
     if isinstance(given, torch.Tensor):
         # NumPy has no bfloat16.
-        array: npt.NDArray[Any] = given.detach().to("cpu", torch.float32 if given.is_floating_point() else None).numpy()
-        return array
+        return given.detach().to("cpu", torch.float32 if given.is_floating_point() else None).numpy()
     try:
         return np.asarray(given)
     except ValueError as error:  # lists of different lengths

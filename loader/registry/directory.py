@@ -153,7 +153,6 @@ class _Area:
         return self.path / f"{key}{_SUFFIX}"
 
     def keys_below(self, prefix: str) -> list[str]:
-        """Return the keys below a prefix, sorted."""
         files = (file for file in self.files.sizes(self.path / prefix) if file.endswith(_SUFFIX))
         return sorted(f"{prefix}{file.removesuffix(_SUFFIX)}" for file in files)
 

@@ -276,7 +276,6 @@ class Coordinator:
         return any(moved)
 
     async def _lead(self) -> bool:
-        """Return whether it has the lock, which it renews when a third of its time has passed."""
         now, ttl_s = self._monotonic(), self._config.lock_ttl_s
         led = self.leads
         if self._lock_until is not None and 2 * ttl_s / 3 < self._lock_until - now:
@@ -339,7 +338,6 @@ class Coordinator:
         self._nodes.restart()
 
     def _note(self, subject: str, problem: str, error: Exception | None = None) -> None:
-        """Log a problem when it appears, with the traceback of `error`, and when it is gone."""
         if problem == self._problems.get(subject, ""):
             return
         if problem:

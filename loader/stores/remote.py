@@ -315,7 +315,6 @@ class RemoteStore(Store):
             return bytes(response.bytes())
 
     def _create(self, path: str, content: bytes) -> bool:
-        """Write a small object unless there is one already; return whether it was written."""
         with self._translated("written", path):
             try:
                 obstore.put(self._client, path, content, mode="create", use_multipart=False)
@@ -334,7 +333,6 @@ class RemoteStore(Store):
         return content
 
     def _has(self, model: str, version: int, identity: str, source: Path) -> bool:
-        """Return whether the store has that snapshot. Raises SnapshotExistsError if it has another one."""
         stored = self.manifest(model, version)
         if stored is not None and stored[1] != identity:
             raise SnapshotExistsError(
@@ -344,7 +342,6 @@ class RemoteStore(Store):
         return stored is not None
 
     def _check_sizes(self, folder: str, entries: Sequence[FileEntry]) -> None:
-        """Raise SnapshotCorruptError if the object of one of a version's files is missing, or of another size."""
         sizes = {meta["path"]: meta["size"] for meta in self._list(folder)}
         for entry in entries:
             path = f"{folder}/{entry.path}"
@@ -447,7 +444,6 @@ class RemoteStore(Store):
 
     @contextmanager
     def _translated(self, action: str, path: str) -> Iterator[None]:
-        """Raise what obstore raises as the package's errors."""
         try:
             yield
         except (refusals.BaseError, OSError) as error:

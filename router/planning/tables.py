@@ -203,7 +203,6 @@ class TablePlanner:
         return option, tuple(tuple(sorted(shards.tolist())) for shards in placed)
 
     def _time_us(self, placed: Sequence[PlacedTable]) -> float:
-        """Return the time of the slowest shard, and of the network."""
         load, network = np.zeros(self._fleet.shards), 0.0
         for option, of_slices in placed:
             for shards in of_slices:
@@ -249,7 +248,6 @@ class TablePlanner:
         return _Piece(option, shards, sizes, loads * (us / (total or float(sizes.sum()))))
 
     def _ranks(self, pieces: Sequence[_Piece], card_bytes: int, rank_bytes: int) -> list[RanksOfBuckets]:
-        """Return who owns each piece."""
         cards = self._fleet.cards
         owners, divided = (
             Owners.empty([rank_bytes] * (self._fleet.shards * cards)),

@@ -14,7 +14,7 @@ from loader.errors import SnapshotCorruptError, file_errors
 from loader.memory import populate
 from loader.progress import PIECE_BYTES, Progress, no_progress
 from loader.snapshot.buckets import FileOrder, RowBuckets
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
@@ -26,7 +26,6 @@ from shard_node.engine.memory import Claim, RowMemory, choose_tiers
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
 
-ByteArray = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
 # Of rows that are gathered at a time: what that takes beside them stays small, and within a processor's cache.
 FILL_BYTES = 1 << 20
