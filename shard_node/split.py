@@ -128,7 +128,6 @@ def _divide_by_counting(bags: KeyedBags, filled: Int64Array, owner: Owners, owne
 
 def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
     """Sort 16-bit keys once, stably, which is a radix sort: linear for any number of owners."""
-    del owners
     order = np.argsort(owner, kind="stable")
     bag_of_value = _bag_of_value(bags, filled)[order]
     sorted_owner = owner[order]

@@ -55,8 +55,6 @@ PROGRESS_S = 1.0
 
 
 class _StepRunner:
-    """Carries the rollout of one model."""
-
     def __init__(self, fleet: FleetRegistry, config: CoordinatorConfig, clock: Callable[[], float]) -> None:
         self._fleet = fleet
         self._config = config

@@ -302,7 +302,6 @@ class RemoteStore(Store):
             return [meta for chunk in obstore.list(self._client, folder) for meta in chunk]
 
     def _read(self, path: str, max_bytes: int) -> bytes | None:
-        """Return a small object; None if there is none. Raises SnapshotCorruptError if it is larger."""
         with self._translated("read", path):
             try:
                 response = obstore.get(self._client, path)
@@ -323,7 +322,6 @@ class RemoteStore(Store):
         return True
 
     def _read_manifest(self, model: str, version: int) -> bytes | None:
-        """Return a manifest; None if there is none. Raises SnapshotCorruptError if it is not what was written."""
         path = f"{model}/{version}/{MANIFEST_NAME}"
         content = self._read(path, MAX_MANIFEST_BYTES) if MODEL_NAME.fullmatch(model) else None
         if content is not None:

@@ -249,15 +249,13 @@ class TablePlanner:
 
     def _ranks(self, pieces: Sequence[_Piece], card_bytes: int, rank_bytes: int) -> list[RanksOfBuckets]:
         cards = self._fleet.cards
-        owners, divided = (
-            Owners.empty([rank_bytes] * (self._fleet.shards * cards)),
-            defaultdict[tuple[int, ...], list[int]](list),
-        )
+        owners = Owners.empty([rank_bytes] * (self._fleet.shards * cards))
+        divided = defaultdict[tuple[int, ...], list[int]](list)
         ranks: dict[int, RanksOfBuckets] = {}
         for number in sorted(range(len(pieces)), key=lambda number: -pieces[number].size_bytes):
             piece = pieces[number]
             of_shards = [range(shard * cards, (shard + 1) * cards) for shard in piece.shards]
-            if piece.is_copy or (len(of_shards) == 1 and piece.size_bytes <= card_bytes):
+            if piece.option.kind == "data_parallel" or (len(of_shards) == 1 and piece.size_bytes <= card_bytes):
                 chosen = [
                     min(of_shard, key=lambda rank: (owners.used[rank], owners.load[rank])) for of_shard in of_shards
                 ]
@@ -287,7 +285,3 @@ class _Piece(NamedTuple):
     @property
     def size_bytes(self) -> int:
         return int(self.sizes.sum())
-
-    @property
-    def is_copy(self) -> bool:
-        return self.option.kind == "data_parallel"

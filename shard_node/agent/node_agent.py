@@ -358,22 +358,18 @@ class NodeActions:
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """As `Actions.record`."""
-        identity = self._node.identity
         return NodeRecord(
             node_id=self._config.node_id,
             kind="shard",
             process_id=os.getpid(),
             address=self._config.address,
-            shard_index=identity.shard_index,
-            num_shards=identity.num_shards,
-            sharding=identity.sharding,
             replicate_bytes=self._config.replicate_bytes,
-            num_cards=identity.num_cards,
             memory_total_bytes=total_memory_bytes(),
             memory_available_bytes=self._memory.available_bytes(),
             applied=dict(applied),
             delta_format=DELTA_FORMAT,
             versions=tuple(reports),
+            **dict(self._node.identity),
         )
 
     def problems(self, agent: Agent) -> dict[str, str]:
