@@ -24,11 +24,11 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from pydantic import ValidationError
 
@@ -104,7 +104,7 @@ def try_lock(file: IO[Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSnapshot:
+class HeldSnapshot(AbstractContextManager["HeldSnapshot"]):
     """A version's folder, which stays until it is closed, which may be repeated.
 
     `is_checked`: every file in it was compared with its SHA-256 just now.
@@ -113,9 +113,6 @@ class HeldSnapshot:
     path: Path
     close: Callable[[], None] = field(default=lambda: None)
     is_checked: bool = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
