@@ -169,8 +169,7 @@ def classes_by_counts(
 
 
 def _as_uint32(counts: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    limited: npt.NDArray[np.uint32] = np.minimum(counts, MAX_ACCESS_COUNT).astype(np.uint32)
-    return limited
+    return np.asarray(np.minimum(counts, MAX_ACCESS_COUNT), np.uint32)
 
 
 def part_counts(

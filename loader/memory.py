@@ -116,8 +116,7 @@ def give_back(array: npt.NDArray[Any]) -> None:
 def _address(array: npt.NDArray[Any]) -> int:
     if not array.flags.c_contiguous:
         raise ValueError("an array with gaps: its memory is not its own")
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return int(array.__array_interface__["data"][0])
 
 
 def _advise(address: int, size_bytes: int, advice: int) -> None:

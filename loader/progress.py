@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from loader.errors import ShardrankError
 
@@ -24,11 +24,9 @@ _MAX_PAUSE_S: Final = 5.0
 Result = TypeVar("Result")
 
 
-class Progress(Protocol):
-    """Called now and then during long work, by one thread at a time."""
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Report that `done` of `total` rows or bytes of `what` are done; at its last call done == total."""
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called now and then during long work, by one thread at a time, with what is done, and how many rows or bytes of how
+many; at its last call all are."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:

@@ -177,7 +177,6 @@ def _read_csv(path: Path, features: Collection[str], of_numbers: Collection[str]
 
 
 def _line_of(path: Path, column: str, text: str) -> int:
-    """Return the line of a CSV file that first has a text in a column."""
     with path.open(newline="", encoding="utf-8") as file:
         lines = csv.DictReader(file)
         return next(lines.line_num for line in lines if line[column] == text)

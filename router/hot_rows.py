@@ -22,7 +22,7 @@ from pydantic import Field
 from loader.access_counts import AccessCounter
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import TABLE_SHIFT, LookupSampler
-from shard_node.answer import Answer, ReplyEncoding
+from shard_node.answer import Answer, ReplyEncoding, StoredRows
 from shard_node.bags import CheckedBags, Int64Array, KeyedBags, TableLayout
 from shard_node.buckets import ALL_BITS
 from shard_node.engine.arena import Arena, Placement, TablePlace, allocate_rows
@@ -32,7 +32,6 @@ from shard_node.node import DeltaPosition
 from shard_node.split import Part
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
-StoredRows: TypeAlias = npt.NDArray[np.uint8]
 HotPolicy: TypeAlias = Literal["learning", "static"]
 
 ROW_OVERHEAD_BYTES: Final = 57

@@ -345,7 +345,6 @@ class IdMapper:
 
 
 def _spread(by_key: npt.NDArray[np.uint64], values_per_key: Int64Array) -> npt.NDArray[np.uint64]:
-    """Return one number for each value; a single one if all keys share it."""
     if (by_key == by_key[0]).all():
         return by_key[:1]
     return np.repeat(by_key, values_per_key)

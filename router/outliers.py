@@ -139,22 +139,20 @@ class ReplicaHealth:
     probes: list[float] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class Outliers:
     """The replicas of one shard, of that number for `events`, and which of them are ejected. Belongs to one event loop.
 
     `clock` is monotonic seconds.
     """
 
-    def __init__(
-        self, policy: ReplicaPolicy, shard: int, clock: Callable[[], float], events: ReplicaEvents | None = None
-    ) -> None:
-        self._policy = policy
-        self._shard = shard
-        self._clock = clock
-        self._events = events or ReplicaEvents()
-        self._members: list[ReplicaHealth] = []
-        self._next_check = -math.inf
-        self._typical_s = 0.0
+    _policy: ReplicaPolicy
+    _shard: int
+    _clock: Callable[[], float]
+    _events: ReplicaEvents
+    _members: list[ReplicaHealth] = field(default_factory=list)
+    _next_check: float = -math.inf
+    _typical_s: float = 0.0
 
     @property
     def patience_s(self) -> float:
@@ -274,7 +272,6 @@ class Outliers:
         return bool(peers) and seconds > policy.slow_factor * statistics.median(peers) + policy.slow_excess_ms / 1e3
 
     def _medians(self, now: float) -> dict[ReplicaHealth, float]:
-        """Return the median time of each replica in service with enough recent answers."""
         medians = {}
         for health in self._members:
             recent = [seconds for when, seconds in health.answers if now - when <= self._policy.window_s]

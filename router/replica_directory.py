@@ -61,8 +61,10 @@ class ReplicaDirectory:
         unusable: dict[str, str] = {}
         for record in nodes:
             if record.kind == "shard" and record.shard_index is not None:
+                division = {name: getattr(record, name) for name in FleetRecord.model_fields}
                 try:
-                    announced[record.node_id] = _Node(record, Address.parse(record.address), _topology(record))
+                    topology = None if None in division.values() else FleetRecord.model_validate(division)
+                    announced[record.node_id] = _Node(record, Address.parse(record.address), topology)
                 except (ConfigError, ValidationError) as error:
                     unusable[record.node_id] = str(error)
         with self._lock:
@@ -114,8 +116,3 @@ class ReplicaDirectory:
             if is_over and node.record.shard_index in present:
                 logger.debug("shard node %s is forgotten", node_id)
                 del self._nodes[node_id]
-
-
-def _topology(record: NodeRecord) -> FleetRecord | None:
-    fields = {"num_shards": record.num_shards, "sharding": record.sharding, "replicate_bytes": record.replicate_bytes}
-    return None if None in fields.values() else FleetRecord.model_validate(fields)

@@ -24,7 +24,7 @@ from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, 
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound, oldest
 from shard_node.node import LocalShard, Shard
-from shard_node.split import Part, split, whole
+from shard_node.split import Part, changes, split, whole
 
 # For how long a shard that was down is left out for rows that others have too.
 BACKOFF_S = 1.0
@@ -230,7 +230,7 @@ class Router:
         # A rank request has all features. What follows from that alone is worked out once: the lookup that each one's
         # group begins with, and the first lookup of each table.
         self._first_in_group = lookups.group_starts[lookups.group]
-        self._firsts = _first_of_each(lookups.table)
+        self._firsts = np.flatnonzero(changes(lookups.table))
         self._tables = lookups.table[self._firsts]
         self._round = itertools.count()
         self._clock = clock
@@ -393,7 +393,7 @@ class Router:
             firsts, tables = self._firsts, self._tables
         else:
             by_lookup = self._lookups.table[bags.keys]
-            firsts = _first_of_each(by_lookup)
+            firsts = np.flatnonzero(changes(by_lookup))
             tables = by_lookup[firsts]
         counts = bags.bags_per_key
         if firsts.size < counts.size:
@@ -413,13 +413,6 @@ class Router:
             of_bags = np.repeat(mean & in_group, bags.bags_per_key)
             lengths[np.repeat(mean[in_group], bags.bags_per_key[in_group])] = np.maximum(bags.lengths[of_bags], 1)
             block /= lengths[:, None]
-
-
-def _first_of_each(ascending: Int32Array) -> Int64Array:
-    """Return the positions at which another number begins, int64."""
-    begins = np.ones(ascending.size, np.bool_)
-    np.not_equal(ascending[1:], ascending[:-1], out=begins[1:])
-    return np.flatnonzero(begins)
 
 
 def _of_lookups(bags: KeyedBags, feature: Int32Array) -> KeyedBags:

@@ -264,7 +264,6 @@ class ReplicatedShard:
                 replica.client.connect()
 
     def _ordered(self, bound: FreshnessBound | None = None) -> list[_Replica]:
-        """Return the replicas in the order in which they are tried."""
         replicas, now = self._replicas, 0.0 if bound is None else self._clock()
         if len(replicas) < 2:
             return replicas.copy()
@@ -327,7 +326,6 @@ class ReplicatedShard:
             self._fail(lookup, attempt, error)
 
     def _receive(self, lookup: _Lookup, attempt: _Attempt, reply: Reply) -> None:
-        """End a lookup with a reply, or try another replica."""
         if lookup.answer.done():
             return
         try:
@@ -356,7 +354,6 @@ class ReplicatedShard:
                 self._outliers.overtaken(other.replica.health, now - other.started_at)
 
     def _fail(self, lookup: _Lookup, attempt: _Attempt, error: Exception) -> None:
-        """Try another replica after an error, or end the lookup with it."""
         self._release(lookup, attempt, error_text(error))
         if not isinstance(error, _RETRIABLE):
             lookup.answer.set_exception(error)
@@ -389,7 +386,6 @@ class ReplicatedShard:
         lookup.end(error)
 
     def _retry(self, lookup: _Lookup, reason: str, *, is_free: bool = False) -> None:
-        """Try another replica, in addition to those in flight, if the budget allows it."""
         if is_free or self._budget.spend():
             self._events.retried(reason)
             self._try_next(lookup)
@@ -412,7 +408,6 @@ class ReplicatedShard:
         lookup.timer = lookup.answer.get_loop().call_later(left_s, self._on_timer, lookup, may_hedge)
 
     def _on_timer(self, lookup: _Lookup, may_hedge: bool) -> None:
-        """Hedge, or end a lookup: with an answer that lags, or at its deadline."""
         if lookup.answer.done():
             return
         if may_hedge:

@@ -341,7 +341,6 @@ class ShardClient:
             self.connect(self._next_pause_s())
 
     async def _attempt(self) -> ShardConnection:
-        """Connect, and check what the node serves."""
         loop, context = asyncio.get_running_loop(), None if self._tls is None else self._tls.get()
         peers = None if context is None else context.peers
         connection = ShardConnection(self.address, self.limits, peers, self._leave, self._end)

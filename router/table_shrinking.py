@@ -28,7 +28,6 @@ Lever: TypeAlias = Literal["prune", "precision", "fit", "compose", "dims", "shar
 LEVERS: tuple[Lever, ...] = get_args(Lever)
 TRAINED_LEVERS: tuple[Lever, ...] = ("fit", "compose", "dims")
 _NARROWEST_FIRST: tuple[RowDtype, ...] = ("int4", "int8", "fp16", "fp32")
-"""The dtypes of rows from the narrowest."""
 
 _LEAST_BUCKETS_SHARE = 1 / 200
 """Of a composed table's ids: 10 million buckets for 2 * 10^9 ids. Fewer share a remainder among more ids."""

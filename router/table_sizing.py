@@ -19,13 +19,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.access_counts import AccessCounts
+from loader.access_counts import AccessCounts, Int64Array
 from loader.description import ModelDescription, TableDescription
 from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, Frozen, HashMapping, VocabularyMapping
 from router.errors import FittingError
 from router.id_mapping import hashed_rows
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 HEAD_SHARES = (0.01, 0.1)
@@ -263,9 +262,6 @@ def measure(table: TableDescription, stored_bytes: int, rows: RowLookups, ids: T
     num_embeddings, total = int(table.num_embeddings), max(rows.total, 1)
     shares = np.append(0, np.cumsum(rows.lookups)) / total
 
-    def of_hottest(count: int) -> float:
-        return float(shares[min(count, rows.lookups.size)])
-
     heads = [(share, math.ceil(share * rows.lookups.size)) for share in HEAD_SHARES]
     num_ids = None if ids is None else ids.ids.size
     is_hashed = isinstance(table.id_mapping, HashMapping) and num_ids is not None
@@ -284,7 +280,7 @@ def measure(table: TableDescription, stored_bytes: int, rows: RowLookups, ids: T
         expected_ids_alone_share=expected_alone(num_ids or 0, num_embeddings) if is_hashed else None,
         lookups_colliding_share=None if sharing is None else rows.colliding / total,
         unseen_share=None if sharing is None else int((rows.lookups == 1).sum()) / total,
-        head=tuple(HeadUse(share_of_rows=share, rows=n, share_of_lookups=of_hottest(n)) for share, n in heads),
+        head=tuple(HeadUse(share_of_rows=share, rows=n, share_of_lookups=float(shares[n])) for share, n in heads),
     )
 
 

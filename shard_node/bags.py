@@ -94,8 +94,7 @@ class KeyedBags:
     @property
     def lengths(self) -> Int64Array:
         """int64 [B], values in each bag."""
-        lengths: Int64Array = self.offsets[1:] - self.offsets[:-1]
-        return lengths
+        return self.offsets[1:] - self.offsets[:-1]
 
     def bag_starts(self) -> Int64Array:
         """int64 [S + 1], the first bag of each key, then B. Not to be changed."""
@@ -120,8 +119,7 @@ class KeyedBags:
         starts = self._value_starts
         if starts is None:
             starts = self.value_starts()
-        counts: Int64Array = starts[1:] - starts[:-1]
-        return counts
+        return starts[1:] - starts[:-1]
 
     def with_values(self, values: Int64Array, weights: Float32Array | None) -> KeyedBags:
         """Return bags of the same shape with other contents, int64 [n] and float32 [n]."""

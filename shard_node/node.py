@@ -341,7 +341,6 @@ class LocalShard:
         self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> asyncio.Future[Answer]:
         """Pool in the calling thread, into float32 sums: the deadline does not matter."""
-        del deadline, forms
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         answer.set_result(self.node.answer(model, version, bags))
         return answer

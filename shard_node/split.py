@@ -92,7 +92,7 @@ def _divide_by_runs(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: 
     bag_of_value = _bag_of_value(bags, filled)
     for number, _, positions in _masks(owner, owners):
         bag_of_each = bag_of_value.take(positions)
-        starts = positions if bag_of_value is filled else _changes(bag_of_each).nonzero()[0]
+        starts = positions if bag_of_value is filled else changes(bag_of_each).nonzero()[0]
         if starts.size == positions.size:
             yield number, positions, bag_of_each, None
         else:
@@ -128,12 +128,11 @@ def _divide_by_counting(bags: KeyedBags, filled: Int64Array, owner: Owners, owne
 
 def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
     """Sort 16-bit keys once, stably, which is a radix sort: linear for any number of owners."""
-    del owners
     order = np.argsort(owner, kind="stable")
     bag_of_value = _bag_of_value(bags, filled)[order]
     sorted_owner = owner[order]
     # A new bag of a part begins wherever the owner or the bag changes.
-    starts = np.flatnonzero(_changes(bag_of_value) | _changes(sorted_owner))
+    starts = np.flatnonzero(changes(bag_of_value) | changes(sorted_owner))
     present, first = np.unique(sorted_owner[starts], return_index=True)
     edges = [*first.tolist(), starts.size]
     starts = np.append(starts, order.size)
@@ -143,11 +142,11 @@ def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owner
         yield number, positions, bag_of_value[starts[begin:end]], offsets
 
 
-def _changes(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-    changes = np.empty(numbers.size, np.bool_)
-    changes[0] = True
-    np.not_equal(numbers[1:], numbers[:-1], out=changes[1:])
-    return changes
+def changes(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+    """Return where another number than the one before begins, bool [n]."""
+    begins = np.ones(numbers.size, np.bool_)
+    np.not_equal(numbers[1:], numbers[:-1], out=begins[1:])
+    return begins
 
 
 def _part(
@@ -190,8 +189,7 @@ def add(
         out = torch.from_numpy(block if block.flags.writeable else block.copy())
         for _, sums in parts[1:]:
             out += torch.from_numpy(sums)
-        whole: Float32Array = out.numpy()
-        return whole
+        return out.numpy()
     if share_no_bag or not parts:
         # One item per bag: NumPy puts such whole, in half of the time of rows of numbers.
         covered = sum(index.size for index, _ in parts)
@@ -214,8 +212,7 @@ def add(
 
 def _float32(sums: Sums) -> Float32Array:
     # PyTorch converts twenty times as fast as NumPy.
-    widened: Float32Array = sums if sums.dtype == np.float32 else torch.from_numpy(sums).float().numpy()
-    return widened
+    return sums if sums.dtype == np.float32 else torch.from_numpy(sums).float().numpy()
 
 
 def _as_items(block: Float32Array) -> npt.NDArray[np.void]:

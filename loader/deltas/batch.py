@@ -21,12 +21,11 @@ import xxhash
 
 from loader.errors import DeltaFormatError, cut
 from loader.registry.registry import MAX_SEQUENCE
+from loader.snapshot.buckets import Int64Array
 from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import MAX_COLUMN_SLICES, MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
-
-Int64Array = npt.NDArray[np.int64]
 
 MAGIC: Final = b"SRDELTA1"
 DTYPES: Final[tuple[RowDtype, ...]] = ("int8", "int4", "fp16", "fp32")
@@ -114,8 +113,7 @@ def _cuts(sizes: Iterable[int]) -> list[int]:
 def _array(what: str, given: Any) -> npt.NDArray[Any]:
     if isinstance(given, torch.Tensor):
         # NumPy has no bfloat16.
-        array: npt.NDArray[Any] = given.detach().to("cpu", torch.float32 if given.is_floating_point() else None).numpy()
-        return array
+        return given.detach().to("cpu", torch.float32 if given.is_floating_point() else None).numpy()
     try:
         return np.asarray(given)
     except ValueError as error:  # lists of different lengths

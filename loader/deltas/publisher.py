@@ -9,11 +9,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -498,7 +498,7 @@ class AsyncDeltaPublisher:
             _log.info("stream %s: dropped what is before delta %d", self._stream, before)
 
 
-class DeltaPublisher:
+class DeltaPublisher(AbstractContextManager["DeltaPublisher"]):
     """Publishes changed rows from a trainer; thread-safe. A context manager.
 
     It has a thread with an event loop and a connection to the registry. `registry` is a URL or folder, or a registry
@@ -551,9 +551,6 @@ class DeltaPublisher:
         """End what other threads are publishing, the connection and the thread. Idempotent."""
         self._is_closed = True
         self._closing.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()

@@ -153,7 +153,6 @@ class _Area:
         return self.path / f"{key}{_SUFFIX}"
 
     def keys_below(self, prefix: str) -> list[str]:
-        """Return the keys below a prefix, sorted."""
         files = (file for file in self.files.sizes(self.path / prefix) if file.endswith(_SUFFIX))
         return sorted(f"{prefix}{file.removesuffix(_SUFFIX)}" for file in files)
 
@@ -180,8 +179,6 @@ class _Expiring(_Area):
 
 
 class _Stream(_Area):
-    """The entries of one stream."""
-
     def entry(self, sequence: int) -> Path:
         return self.path / f"{sequence // _ENTRIES_PER_BLOCK:020d}" / f"{sequence:020d}"
 
@@ -397,10 +394,8 @@ class DirectoryRegistry:
 
     @_in_thread
     def read_rows(self, stream: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
-        kept, contents = self._stream(stream), dict[int, bytes]()
-        for sequence, _, _ in ranges:
-            if sequence not in contents:
-                contents[sequence] = self._files.read(kept.rows(sequence)) or b""
+        kept, sequences = self._stream(stream), {sequence for sequence, _, _ in ranges}
+        contents = {sequence: self._files.read(kept.rows(sequence)) or b"" for sequence in sequences}
         return [contents[sequence][begin:end] for sequence, begin, end in ranges]
 
     @_in_thread

@@ -16,8 +16,6 @@ _T = TypeVar("_T")
 
 
 class _MemoryFiles(DiskFiles):
-    """Files in memory, by their paths."""
-
     def __init__(self) -> None:
         self._contents: dict[Path, bytes] = {}
         self._lock = Lock()

@@ -483,7 +483,6 @@ class RedisRegistry:
         return await self._run(execute)
 
     async def _run(self, send: Callable[[], Awaitable[Any]]) -> Any:
-        """Raise RegistryUnavailableError if Redis can't be reached, takes too long, or refuses."""
         if self._closed:
             raise RegistryUnavailableError(f"registry {self.name} is closed")
         task = asyncio.current_task()

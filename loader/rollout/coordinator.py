@@ -55,8 +55,6 @@ PROGRESS_S = 1.0
 
 
 class _StepRunner:
-    """Carries the rollout of one model."""
-
     def __init__(self, fleet: FleetRegistry, config: CoordinatorConfig, clock: Callable[[], float]) -> None:
         self._fleet = fleet
         self._config = config
@@ -277,7 +275,6 @@ class Coordinator:
         return any(moved)
 
     async def _lead(self) -> bool:
-        """Return whether it has the lock, which it renews when a third of its time has passed."""
         now, ttl_s = self._monotonic(), self._config.lock_ttl_s
         led = self.leads
         if self._lock_until is not None and 2 * ttl_s / 3 < self._lock_until - now:
@@ -342,7 +339,6 @@ class Coordinator:
         self._nodes.restart()
 
     def _note(self, subject: str, problem: str, error: Exception | None = None) -> None:
-        """Log a problem when it appears, with the traceback of `error`, and when it is gone."""
         if problem == self._problems.get(subject, ""):
             return
         if problem:

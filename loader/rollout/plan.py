@@ -8,7 +8,7 @@ step may be done twice, and a registry that lost everything can be written anew.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -265,12 +265,9 @@ def replica_groups(nodes_by_shard: Mapping[int, Collection[str]]) -> tuple[tuple
     Of each shard, half of its nodes (at least one, by id) are in the groups before the flip and the rest in those after
     it, so that both versions have a node of each shard in between.
     """
-    early: list[Sequence[str]] = []
-    remaining: list[Sequence[str]] = []
-    for _, nodes in sorted(nodes_by_shard.items()):
-        half = max(1, len(nodes) // 2)
-        early.append(sorted(nodes)[:half])
-        remaining.append(sorted(nodes)[half:])
+    by_shard = [sorted(nodes) for _, nodes in sorted(nodes_by_shard.items())]
+    early = [nodes[: max(1, len(nodes) // 2)] for nodes in by_shard]
+    remaining = [nodes[max(1, len(nodes) // 2) :] for nodes in by_shard]
     groups = [
         tuple(node_id for node_id in group if node_id is not None)
         for halves in (early, remaining)

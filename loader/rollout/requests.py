@@ -131,7 +131,6 @@ class SeenRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def _read_seen(fleet: FleetRegistry, model: str, seen: SeenRollout | None) -> OnRecord | None:
-    """Return the last rollout. Raises RolloutError if it, or the live version, is not as it was `seen`."""
     last, wanted = await read_rollout(fleet, model), await fleet.wanted_model(model)
     live = None if wanted is None else wanted.live
     shown = seen and (seen.rollout_id, seen.is_active, seen.live)

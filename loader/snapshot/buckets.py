@@ -79,22 +79,19 @@ class RowBuckets:
     def of_rows(self, rows: Int64Array) -> Int64Array:
         """Return the bucket of each row, int64 [n]."""
         mixed = rows if self.seed is None else rows ^ mix(rows >> MIXED_BITS, self.seed)
-        buckets: Int64Array = (mixed >> self.bucket_shift) & (self.count - 1)
-        return buckets
+        return (mixed >> self.bucket_shift) & (self.count - 1)
 
     def rows_below(self, edges: Int64Array) -> Int64Array:
         """Count, for each edge, int64 [m], the rows below it in each bucket: int64 [m, count]."""
         buckets = np.arange(self.count, dtype=np.int64)
         if self.seed is None:
             # Where there are fewer rows than buckets a shift of 0 leaves one for each bucket.
-            clipped: Int64Array = np.clip(edges[:, None] - (buckets << self.bucket_shift), 0, 1 << self.bucket_shift)
-            return clipped
+            return np.clip(edges[:, None] - (buckets << self.bucket_shift), 0, 1 << self.bucket_shift)
         # Complete runs of buckets below each edge, and which rows of the run that it is in.
         runs, rows_in_run = edges >> self.slot_shift, (edges & (self.count - 1)).astype(np.int16)
         mixes = mix(runs, self.seed).astype(np.int16)
         is_below = (np.arange(self.count, dtype=np.int16) ^ mixes[:, None]) < rows_in_run[:, None]
-        below: Int64Array = runs[:, None] + is_below
-        return below
+        return runs[:, None] + is_below
 
     def rows_per_bucket(self) -> Int64Array:
         """Count the rows of each bucket, int64 [count]."""

@@ -19,8 +19,7 @@ from loader.snapshot.tensor_files import TensorInfo, expect_at_most, expect_tens
 
 _FLAT = ("num_candidates", "context_dense", "candidate_dense", "scores")
 _DTYPES = {"I32": "int32", "I64": "int64", "F32": "float32"}
-_BY_FEATURE = ("values", "lengths", "weights")
-_BY_NAME = (*_BY_FEATURE, "outputs")
+_BY_NAME = ("values", "lengths", "weights", "outputs")
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,6 @@ def check_golden_header(spec: ModelSpec, stated: GoldenEntry, path: Path, tensor
 def _expected(
     spec: ModelSpec, requests: int, candidates: int, num_ids: Mapping[str, int]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return each tensor's dtype, by the name that safetensors has for it, and shape."""
     expected: dict[str, tuple[str, tuple[int, ...]]] = {
         "num_candidates": ("I32", (requests,)),
         "context_dense": ("F32", (requests, spec.dense_inputs.context)),

@@ -115,7 +115,6 @@ class ProgramArchive:
             raise self._refused(f"{name}: {error}") from error
 
     def _check_names(self, archive_bytes: int) -> None:
-        """Record the members: each once, in one folder, stored plain, none overlapping another."""
         infos = self._zip.infolist()
         if not 0 < len(infos) <= MAX_MEMBERS:
             raise self._refused(f"{len(infos)} members; 1 to {MAX_MEMBERS} are allowed")

@@ -186,11 +186,7 @@ class Snapshot:
 
         paths = [snapshot_file(self.path, entry.path) for entry in entries]
         with ThreadPoolExecutor(max_workers=threads) as pool:
-            try:
-                list(pool.map(check, entries, paths))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            list(pool.map(check, entries, paths))  # which cancels the others when one fails
         for table in self.manifest.tables if files != "rows" else ():
             if table.vocabulary is not None:
                 check_vocabulary_ids(self.path / table.vocabulary.path, self.vocabulary(table.table))

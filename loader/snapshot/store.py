@@ -24,11 +24,11 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from pydantic import ValidationError
 
@@ -104,7 +104,7 @@ def try_lock(file: IO[Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSnapshot:
+class HeldSnapshot(AbstractContextManager["HeldSnapshot"]):
     """A version's folder, which stays until it is closed, which may be repeated.
 
     `is_checked`: every file in it was compared with its SHA-256 just now.
@@ -113,9 +113,6 @@ class HeldSnapshot:
     path: Path
     close: Callable[[], None] = field(default=lambda: None)
     is_checked: bool = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -342,24 +339,20 @@ def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) 
 
 
 class ExportFolder:
-    """The files of one snapshot in the making. Made by `open_export_folder`."""
+    """The files of one snapshot in the making, `finished` by path. Made by `open_export_folder`."""
 
     def __init__(self, target: Path, work: Path, journal: IO[str], finished: dict[str, FileEntry]) -> None:
         self._target = target
         self._files = work / "snapshot"
         self._journal = journal
-        self._finished = finished
-
-    def is_finished(self, relative_path: str) -> bool:
-        """Return whether an earlier run wrote that file."""
-        return relative_path in self._finished
+        self.finished = finished
 
     def write(self, relative_path: str, produce: Callable[[Path], None], stated: FileEntry | None = None) -> FileEntry:
         """Make a file that `produce` writes durable, and put it on record; a finished one is kept as it is.
 
         Raises SnapshotCorruptError if it is not what is `stated`; then it is not put on record.
         """
-        if (entry := self._finished.get(relative_path)) is not None and stated in (None, entry):
+        if (entry := self.finished.get(relative_path)) is not None and stated in (None, entry):
             return entry
         path = self._files / relative_path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -369,7 +362,7 @@ class ExportFolder:
         if stated not in (None, entry):
             raise SnapshotCorruptError(f"{path}: SHA-256 {entry.sha256} is not the one that is stated, {stated.sha256}")
         _append_line(self._journal, entry.model_dump_json())
-        self._finished[relative_path] = entry
+        self.finished[relative_path] = entry
         return entry
 
     def publish(self, texts: dict[str, str]) -> None:
@@ -383,7 +376,7 @@ class ExportFolder:
         # What an earlier run with another file layout, or one killed in mid-file, left behind.
         for path in self._files.rglob("*"):
             relative = path.relative_to(self._files).as_posix()
-            if path.is_file() and relative not in self._finished and relative not in texts:
+            if path.is_file() and relative not in self.finished and relative not in texts:
                 path.unlink()
         for folder, _, _ in os.walk(self._files):
             fsync_path(Path(folder))

@@ -32,8 +32,6 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Entry(msgspec.Struct):
-    """A tensor in a file's header."""
-
     dtype: Literal["BOOL", "U8", "I8", "I16", "I32", "I64", "U32", "F16", "F32", "F64", "BF16"]
     shape: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_TENSOR_DIMS)]
     data_offsets: tuple[_Number, _Number]

@@ -21,7 +21,6 @@ import numpy.typing as npt
 import safetensors.numpy
 import safetensors.torch
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from loader.errors import ExportError, SnapshotCorruptError
@@ -51,7 +50,7 @@ from loader.snapshot.program import Program, program_bytes
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
 from loader.snapshot.store import ExportFolder, Store, open_export_folder
-from loader.snapshot.tables import NUM_BUCKETS, AnyTable, TableSpec, quoted_errors
+from loader.snapshot.tables import NUM_BUCKETS, AnyTable, TableSpec, refused_as
 from loader.snapshot.tensor_files import MAX_HEADER_BYTES, MAX_TENSOR_DIMS
 from loader.snapshot.vocabularies_and_counts import Vocabulary, access_count_tensors, vocabulary_tensors
 
@@ -158,10 +157,9 @@ class _Export:
         paths = [*self.files, *(path for table in self.spec.stored_tables for path in self.rows_paths(table))]
         unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
         try:
-            text = self.manifest(datetime.max.replace(tzinfo=UTC), unknown).to_json().encode()
+            with refused_as(ExportError, "manifest: "):
+                text = self.manifest(datetime.max.replace(tzinfo=UTC), unknown).to_json().encode()
             parse_manifest("manifest", text)
-        except ValidationError as error:
-            raise ExportError(f"manifest: {quoted_errors(error)}") from error
         except SnapshotCorruptError as error:
             raise ExportError(str(error)) from error
         if len(text) > MAX_MANIFEST_BYTES:
@@ -177,7 +175,7 @@ class _Export:
             slices = [(part, slice(end - part.embedding_dim, end)) for part, end in ends]
             rows_per_file = self.rows_per_file[table.slices[0].name]
             for file_index, paths in enumerate(zip(*(self.rows_paths(stored) for stored in table.slices), strict=True)):
-                missing = [part for part, path in zip(slices, paths, strict=True) if not folder.is_finished(path)]
+                missing = [part for part, path in zip(slices, paths, strict=True) if path not in folder.finished]
                 if missing:
                     encoded = _encode_file(table, missing, rows[table.name], rows_per_file, file_index, progress)
                 else:

@@ -302,7 +302,6 @@ class RemoteStore(Store):
             return [meta for chunk in obstore.list(self._client, folder) for meta in chunk]
 
     def _read(self, path: str, max_bytes: int) -> bytes | None:
-        """Return a small object; None if there is none. Raises SnapshotCorruptError if it is larger."""
         with self._translated("read", path):
             try:
                 response = obstore.get(self._client, path)
@@ -315,7 +314,6 @@ class RemoteStore(Store):
             return bytes(response.bytes())
 
     def _create(self, path: str, content: bytes) -> bool:
-        """Write a small object unless there is one already; return whether it was written."""
         with self._translated("written", path):
             try:
                 obstore.put(self._client, path, content, mode="create", use_multipart=False)
@@ -324,7 +322,6 @@ class RemoteStore(Store):
         return True
 
     def _read_manifest(self, model: str, version: int) -> bytes | None:
-        """Return a manifest; None if there is none. Raises SnapshotCorruptError if it is not what was written."""
         path = f"{model}/{version}/{MANIFEST_NAME}"
         content = self._read(path, MAX_MANIFEST_BYTES) if MODEL_NAME.fullmatch(model) else None
         if content is not None:
@@ -334,7 +331,6 @@ class RemoteStore(Store):
         return content
 
     def _has(self, model: str, version: int, identity: str, source: Path) -> bool:
-        """Return whether the store has that snapshot. Raises SnapshotExistsError if it has another one."""
         stored = self.manifest(model, version)
         if stored is not None and stored[1] != identity:
             raise SnapshotExistsError(
@@ -344,7 +340,6 @@ class RemoteStore(Store):
         return stored is not None
 
     def _check_sizes(self, folder: str, entries: Sequence[FileEntry]) -> None:
-        """Raise SnapshotCorruptError if the object of one of a version's files is missing, or of another size."""
         sizes = {meta["path"]: meta["size"] for meta in self._list(folder)}
         for entry in entries:
             path = f"{folder}/{entry.path}"
@@ -447,7 +442,6 @@ class RemoteStore(Store):
 
     @contextmanager
     def _translated(self, action: str, path: str) -> Iterator[None]:
-        """Raise what obstore raises as the package's errors."""
         try:
             yield
         except (refusals.BaseError, OSError) as error:

@@ -166,7 +166,6 @@ def _cards(plan: CardPlan, card_bytes: int) -> list[dict[str, int]]:
 
 
 def _tables(plan: CardPlan, stored: StoredLookups) -> list[dict[str, Any]]:
-    """Return how each table is split on this shard, and its lookups in a batch."""
     rows = plan.tier_rows.sum(axis=1)
     return [
         {

@@ -203,7 +203,6 @@ class TablePlanner:
         return option, tuple(tuple(sorted(shards.tolist())) for shards in placed)
 
     def _time_us(self, placed: Sequence[PlacedTable]) -> float:
-        """Return the time of the slowest shard, and of the network."""
         load, network = np.zeros(self._fleet.shards), 0.0
         for option, of_slices in placed:
             for shards in of_slices:
@@ -249,17 +248,14 @@ class TablePlanner:
         return _Piece(option, shards, sizes, loads * (us / (total or float(sizes.sum()))))
 
     def _ranks(self, pieces: Sequence[_Piece], card_bytes: int, rank_bytes: int) -> list[RanksOfBuckets]:
-        """Return who owns each piece."""
         cards = self._fleet.cards
-        owners, divided = (
-            Owners.empty([rank_bytes] * (self._fleet.shards * cards)),
-            defaultdict[tuple[int, ...], list[int]](list),
-        )
+        owners = Owners.empty([rank_bytes] * (self._fleet.shards * cards))
+        divided = defaultdict[tuple[int, ...], list[int]](list)
         ranks: dict[int, RanksOfBuckets] = {}
         for number in sorted(range(len(pieces)), key=lambda number: -pieces[number].size_bytes):
             piece = pieces[number]
             of_shards = [range(shard * cards, (shard + 1) * cards) for shard in piece.shards]
-            if piece.is_copy or (len(of_shards) == 1 and piece.size_bytes <= card_bytes):
+            if piece.option.kind == "data_parallel" or (len(of_shards) == 1 and piece.size_bytes <= card_bytes):
                 chosen = [
                     min(of_shard, key=lambda rank: (owners.used[rank], owners.load[rank])) for of_shard in of_shards
                 ]
@@ -289,7 +285,3 @@ class _Piece(NamedTuple):
     @property
     def size_bytes(self) -> int:
         return int(self.sizes.sum())
-
-    @property
-    def is_copy(self) -> bool:
-        return self.option.kind == "data_parallel"

@@ -11,7 +11,7 @@ import logging
 import random as random_module
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol, Self
 
@@ -34,6 +34,7 @@ from shard_node.agent.version_loading import StagingConfig, Stagings
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Remembered:
     """What the registry said, as this process last knew it, restored in a registry that has lost it.
 
@@ -42,19 +43,16 @@ class Remembered:
     A registry of another id is given nothing, and nothing of it is remembered. Streams are their publishers' to mend.
     """
 
-    def __init__(
-        self, fleet: FleetRegistry, models: tuple[str, ...] | None, poll_every_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._fleet = fleet
-        self._models = models
-        self._poll_every_s = poll_every_s
-        self._clock = clock
-        self._polled_at = float("-inf")
-        self.is_read = False
-        self._division: FleetRecord | None = None
-        self._rollouts: dict[str, tuple[int, bytes]] = {}
-        self._published: dict[tuple[str, int], tuple[PublishedVersion, str | None]] = {}
-        self.desired: dict[str, WantedModel] = {}
+    _fleet: FleetRegistry
+    _models: tuple[str, ...] | None
+    _poll_every_s: float
+    _clock: Callable[[], float]
+    _polled_at: float = float("-inf")
+    is_read: bool = False
+    _division: FleetRecord | None = None
+    _rollouts: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    _published: dict[tuple[str, int], tuple[PublishedVersion, str | None]] = field(default_factory=dict)
+    desired: dict[str, WantedModel] = field(default_factory=dict)
 
     async def refresh(self) -> None:
         """Read what is wanted; write back what is missing, or older than what is known. Raises RegistryError."""

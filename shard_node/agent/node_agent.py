@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -94,16 +95,9 @@ def stage_tables(
     load = prepare_load(
         snapshot, partition, plan_digest, memory_budget_bytes=memory_budget_bytes, card_set=card_set, observed=observed
     )
-    claims = load.take(memory)
-    try:
-        # One thread: it is background work, and shares a budget.
-        if verify:
-            snapshot.check_content("rows", threads=1, progress=progress)
-    except BaseException:
-        for claim in claims:
-            claim.give_back()
-        raise
-    return load.run(claims, progress)
+    # One thread: it is background work, and shares a budget.
+    check = partial(snapshot.check_content, "rows", threads=1, progress=progress) if verify else lambda: None
+    return load.run(load.take(memory), progress, check)
 
 
 def share_of(tell: Callable[[float], None]) -> Progress:
@@ -368,22 +362,18 @@ class NodeActions:
 
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """As `Actions.record`."""
-        identity = self._node.identity
         return NodeRecord(
             node_id=self._config.node_id,
             kind="shard",
             process_id=os.getpid(),
             address=self._config.address,
-            shard_index=identity.shard_index,
-            num_shards=identity.num_shards,
-            sharding=identity.sharding,
             replicate_bytes=self._config.replicate_bytes,
-            num_cards=identity.num_cards,
             memory_total_bytes=total_memory_bytes(),
             memory_available_bytes=self._memory.available_bytes(),
             applied=dict(applied),
             delta_format=DELTA_FORMAT,
             versions=tuple(reports),
+            **dict(self._node.identity),
         )
 
     def problems(self, agent: Agent) -> dict[str, str]:

@@ -55,31 +55,22 @@ class _Attempt:
     task: asyncio.Task[None] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Stagings:
     """What is being staged, waits for that, or was refused; `refusal` is the error of the version refused last.
 
     `is_room_coming` returns whether memory is being freed, so that a lack of it passes by itself.
     """
 
-    def __init__(
-        self,
-        fleet: FleetRegistry,
-        stage: Stage,
-        is_room_coming: Callable[[], bool],
-        config: StagingConfig,
-        clock: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]],
-        random: random.Random,
-    ) -> None:
-        self._fleet = fleet
-        self._stage = stage
-        self._is_room_coming = is_room_coming
-        self._config = config
-        self._clock = clock
-        self._sleep = sleep
-        self._random = random
-        self._attempts: dict[str, dict[int, _Attempt]] = {}
-        self.refusal: Exception | None = None
+    _fleet: FleetRegistry
+    _stage: Stage
+    _is_room_coming: Callable[[], bool]
+    _config: StagingConfig
+    _clock: Callable[[], float]
+    _sleep: Callable[[float], Awaitable[None]]
+    _random: random.Random
+    _attempts: dict[str, dict[int, _Attempt]] = field(default_factory=dict)
+    refusal: Exception | None = None
 
     def want(self, desired: WantedModel, missing: Sequence[int], waits_for: str) -> None:
         """Note which versions of a model are missing, in the order in which they are to be staged.

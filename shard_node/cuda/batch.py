@@ -333,5 +333,4 @@ class RowChecks:
         """Return which of a table's rows are on this node, bool [n]."""
         if not self._is_divided[table]:
             return np.ones(rows.size, np.bool_)
-        is_local: BoolArray = self._is_local[self._cells.of_rows(table, rows)]
-        return is_local
+        return self._is_local[self._cells.of_rows(table, rows)]

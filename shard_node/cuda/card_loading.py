@@ -12,7 +12,6 @@ import numpy as np
 
 from loader.progress import PIECE_BYTES, Progress
 from loader.snapshot.buckets import FileOrder, RowBuckets
-from loader.snapshot.codecs import codec_for
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.buckets import Partition
@@ -31,7 +30,7 @@ from shard_node.cuda.kernel_params import (
     round_up,
 )
 from shard_node.cuda.uploads import NUM_UPLOADS, Uploads
-from shard_node.engine.arena_builder import TableLoad, layout_for, not_finite
+from shard_node.engine.arena_builder import TableLoad, check_finite, layout_for
 from shard_node.engine.memory import Claim, RowMemory
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import BUCKET_BYTES, CardBudget, CardPlan
@@ -240,7 +239,6 @@ class CardFill:
     ) -> None:
         table = self._plan.layout.tables[number]
         files = self._files[table.name]
-        codec = codec_for(table.dtype, table.embedding_dim)
         source = self._snapshot.rows_file(table.name, index)
         items = source.view(f"V{source.shape[1]}").reshape(-1)
         # As many rows as fit an upload, whoever owns them: each owner's begin aligned, after their numbers.
@@ -249,9 +247,7 @@ class CardFill:
             piece = positions[first : first + step]
             stored = items.take(piece).view(np.uint8).reshape(piece.size, -1)
             rows = order.rows_at(piece)
-            bad = codec.first_non_finite(stored)
-            if bad is not None:
-                raise not_finite(self._snapshot, table.name, files.rows[index], int(rows[bad]))
+            check_finite(self._snapshot.path / files.rows[index].path, table, stored, rows)
             local = number - arena.group.first_table
             self._send_rows(arena, local, rows, stored, places_of(rows))
             self._done_bytes += stored.nbytes

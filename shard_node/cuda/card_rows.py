@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from loader.snapshot.buckets import RowBuckets
 from shard_node.access_counts import LookupSampler
@@ -153,23 +152,19 @@ class _Walk:
     def place(self, first: int, end: int) -> UInt32Array:
         """uint32 [end - first], the places of these rows."""
         card = self._card_of_bucket[self._buckets.of_rows(np.arange(first, end))]
-        tier = self._tier_of(card, self._hotness.levels(first, end))
-        owner = self._owner_of[tier.astype(np.uint16) * np.uint16(self._num_cards + 1) + card]
-        rank, counts = _ranks(owner, self._next_slot)
-        self._next_slot += counts
-        places = encode_places(owner, rank, self._num_cards)
-        places[owner == self._num_cards + 2] = NOT_HERE
-        return places
-
-    def _tier_of(self, card: npt.NDArray[np.uint16], level: npt.NDArray[np.uint16]) -> UInt8Array:
-        key = level.astype(np.uint32)
+        key = self._hotness.levels(first, end).astype(np.uint32)
         key *= np.uint32(self._num_cards + 1)
         key += card
         tier = self._tiers.of_key[key]
         split = np.flatnonzero(tier == _SPLIT)
         if split.size:
             tier[split] = self._tier_of_split(self._tiers.split_of_key[key[split]])
-        return tier
+        owner = self._owner_of[tier.astype(np.uint16) * np.uint16(self._num_cards + 1) + card]
+        rank, counts = _ranks(owner, self._next_slot)
+        self._next_slot += counts
+        places = encode_places(owner, rank, self._num_cards)
+        places[owner == self._num_cards + 2] = NOT_HERE
+        return places
 
     def _tier_of_split(self, number: UInt8Array) -> UInt8Array:
         """uint8 [n], the tiers of the next rows of split keys. Most pieces have no bound in them, and need no ranks."""

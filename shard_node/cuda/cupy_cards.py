@@ -419,7 +419,6 @@ def open_cupy_cards(devices: Sequence[int]) -> Cards:
 
 
 def _enable_peer_access(reader: int, owner: int) -> bool:
-    """Let a device read another's memory, if that can be, and return whether it does. What fails is logged."""
     try:
         with _Current(reader, f"access to the memory of device {owner}"):
             if runtime.deviceCanAccessPeer(reader, owner):

@@ -6,7 +6,7 @@ Pointers are addresses in the unified address space, which every card and the ho
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Self, TypeAlias
@@ -53,6 +53,14 @@ POOL_KERNELS: dict[RowDtype, str] = {dtype: f"pool_{dtype}" for dtype in ("int8"
 WRITE_KERNEL = "write_rows"
 
 
+def _uint64(*names: str) -> Iterator[tuple[str, type[ctypes.c_uint64]]]:
+    return ((name, ctypes.c_uint64) for name in names)
+
+
+def _uint32(*names: str) -> Iterator[tuple[str, type[ctypes.c_uint32]]]:
+    return ((name, ctypes.c_uint32) for name in names)
+
+
 class TableParams(ctypes.Structure):
     """One table of an arena, 32 bytes: how the place of a row is found. Three ways.
 
@@ -65,14 +73,7 @@ class TableParams(ctypes.Structure):
     seed, shifts: as `RowBuckets`; shifts has bucket_shift, slot_shift << 8 and log2(count) << 16.
     """
 
-    _fields_ = (
-        ("begin", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("num_rows", ctypes.c_uint32),
-        ("owner_after", ctypes.c_uint32),
-        ("bucket_after", ctypes.c_uint32),
-        ("shifts", ctypes.c_uint32),
-    )
+    _fields_ = (*_uint64("begin", "seed"), *_uint32("num_rows", "owner_after", "bucket_after", "shifts"))
 
 
 class ArenaParams(ctypes.Structure):
@@ -89,16 +90,8 @@ class ArenaParams(ctypes.Structure):
 
     _fields_ = (
         ("rows", ctypes.c_uint64 * MAX_OWNERS),
-        ("places", ctypes.c_uint64),
-        ("tables", ctypes.c_uint64),
-        ("starts", ctypes.c_uint64),
-        ("buckets", ctypes.c_uint64),
-        ("num_tables", ctypes.c_uint32),
-        ("num_cards", ctypes.c_uint32),
-        ("owner_bits", ctypes.c_uint32),
-        ("row_stride", ctypes.c_uint32),
-        ("embedding_dim", ctypes.c_uint32),
-        ("_pad", ctypes.c_uint32),
+        *_uint64("places", "tables", "starts", "buckets"),
+        *_uint32("num_tables", "num_cards", "owner_bits", "row_stride", "embedding_dim", "_pad"),
     )
 
 
@@ -110,10 +103,7 @@ class RunParams(ctypes.Structure):
     """
 
     _fields_ = (
-        ("table", ctypes.c_uint32),
-        ("first", ctypes.c_uint32),
-        ("num", ctypes.c_uint32),
-        ("mode", ctypes.c_uint32),
+        *_uint32("table", "first", "num", "mode"),
         ("out_offset", ctypes.c_int64),
         ("out_stride", ctypes.c_int64),
     )
@@ -132,17 +122,8 @@ class BatchParams(ctypes.Structure):
     """
 
     _fields_ = (
-        ("values", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("offsets", ctypes.c_uint64),
-        ("runs", ctypes.c_uint64),
-        ("blocks", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("counters", ctypes.c_uint64),
-        ("num_blocks", ctypes.c_uint32),
-        ("rotation", ctypes.c_uint32),
-        ("out_dtype", ctypes.c_uint32),
-        ("lanes_log2", ctypes.c_uint32),
+        *_uint64("values", "weights", "offsets", "runs", "blocks", "out", "counters"),
+        *_uint32("num_blocks", "rotation", "out_dtype", "lanes_log2"),
     )
 
 
@@ -155,14 +136,7 @@ class WriteParams(ctypes.Structure):
     are.
     """
 
-    _fields_ = (
-        ("numbers", ctypes.c_uint64),
-        ("stored", ctypes.c_uint64),
-        ("num_rows", ctypes.c_uint32),
-        ("table", ctypes.c_uint32),
-        ("card", ctypes.c_uint32),
-        ("writes_host", ctypes.c_uint32),
-    )
+    _fields_ = (*_uint64("numbers", "stored"), *_uint32("num_rows", "table", "card", "writes_host"))
 
 
 def pointers_to(params: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.c_void_p]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,7 @@ from loader.errors import SnapshotCorruptError, file_errors
 from loader.memory import populate
 from loader.progress import PIECE_BYTES, Progress, no_progress
 from loader.snapshot.buckets import FileOrder, RowBuckets
-from loader.snapshot.codecs import codec_for
-from loader.snapshot.manifest import FileEntry
+from loader.snapshot.codecs import ByteArray, codec_for
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
@@ -26,7 +26,6 @@ from shard_node.engine.memory import Claim, RowMemory, choose_tiers
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
 
-ByteArray = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
 # Of rows that are gathered at a time: what that takes beside them stays small, and within a processor's cache.
 FILL_BYTES = 1 << 20
@@ -58,9 +57,12 @@ class TableLoad:
         """
         raise NotImplementedError
 
-    def run(self, claims: Sequence[Claim], progress: Progress = no_progress) -> LoadedTables:
-        """Load, once; `claims`, of `take`, are given back if there will be no tables. Raises as `build`."""
+    def run(
+        self, claims: Sequence[Claim], progress: Progress = no_progress, check: Callable[[], None] = lambda: None
+    ) -> LoadedTables:
+        """Load, once, after `check`; `claims`, of `take`, are given back if there will be no tables. Raises as both."""
         try:
+            check()
             engine = self.build(progress)
         except BaseException:
             for claim in claims:
@@ -90,7 +92,7 @@ class ArenaLoad(TableLoad):
         self._tiers = choose_tiers(table_bytes, memory_budget_bytes)
         self._arenas: list[Arena] = []
         self._claim_pages: Callable[[int], object] = int
-        self._progress = no_progress
+        self._progress: Progress = no_progress
         self._total_bytes = sum(size for size, tier in zip(table_bytes, self._tiers, strict=True) if tier == "ram")
         self._mapped_bytes = sum(table_bytes) - self._total_bytes
         self._done_bytes = self._populated_bytes = 0
@@ -158,6 +160,7 @@ class ArenaLoad(TableLoad):
         self, table: TableSpec, index: int, order: FileOrder, is_local: BoolArray, place: TablePlace, target: ByteArray
     ) -> None:
         source = self._snapshot.rows_file(table.name, index)
+        file = self._snapshot.path / self._files[table.name].rows[index].path
         positions = order.positions_of(is_local)
         if not positions.size:
             return
@@ -166,7 +169,7 @@ class ArenaLoad(TableLoad):
         for begin, end in _pieces(0, positions.size, source.shape[1], FILL_BYTES):
             piece = positions[begin:end]
             rows, stored = order.rows_at(piece), items.take(piece)
-            self._check(table, index, stored.view(np.uint8).reshape(piece.size, -1), rows)
+            check_finite(file, table, stored.view(np.uint8).reshape(piece.size, -1), rows)
             base = place.cell_base[0]
             if not place.is_undivided:
                 base = base.take(order.buckets.of_rows(rows))
@@ -201,21 +204,16 @@ class ArenaLoad(TableLoad):
         return TablePlace(files.rows_per_file.bit_length() - 1, buckets.slot_shift, arena, base)
 
     def _bring_in(self, table: TableSpec, index: int, source: ByteArray, order: FileOrder, is_local: BoolArray) -> None:
-        files = self._files[table.name]
+        file = self._snapshot.path / self._files[table.name].rows[index].path
         edges = np.flatnonzero(np.diff(is_local, prepend=False, append=False))
         for first, end in order.starts[edges].reshape(-1, 2).tolist():
             for begin, stop in _pieces(first, end, source.shape[1]):
                 piece = source[begin:stop]
-                with file_errors(self._snapshot.path / files.rows[index].path, "read"):
+                with file_errors(file, "read"):
                     populate(piece)
-                self._check(table, index, piece, order.rows_at(np.arange(begin, stop)))
+                check_finite(file, table, piece, order.rows_at(np.arange(begin, stop)))
                 self._populated_bytes += piece.nbytes
                 self._progress("bring in mapped rows", self._populated_bytes, self._mapped_bytes)
-
-    def _check(self, table: TableSpec, index: int, stored: ByteArray, rows: Int64Array) -> None:
-        bad = codec_for(table.dtype, table.embedding_dim).first_non_finite(stored)
-        if bad is not None:
-            raise not_finite(self._snapshot, table.name, self._files[table.name].rows[index], int(rows[bad]))
 
 
 class CheckedLoad(ArenaLoad):
@@ -235,9 +233,10 @@ def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
     return layout
 
 
-def not_finite(snapshot: Snapshot, table: str, entry: FileEntry, row: int) -> SnapshotCorruptError:
-    """Make the error that says which row, in which file, decodes to NaN or inf."""
-    return SnapshotCorruptError(f"{snapshot.path / entry.path}: table {table!r}, row {row}: decodes to NaN or inf")
+def check_finite(file: Path, table: TableSpec, stored: ByteArray, rows: Int64Array) -> None:
+    """Raise SnapshotCorruptError, naming the row, if a stored one of these rows of a file decodes to NaN or inf."""
+    if (bad := codec_for(table.dtype, table.embedding_dim).first_non_finite(stored)) is not None:
+        raise SnapshotCorruptError(f"{file}: table {table.name!r}, row {rows[bad]}: decodes to NaN or inf")
 
 
 def _pieces(begin: int, end: int, row_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int]]:

@@ -102,5 +102,4 @@ def pool_rows(
         pooled = op(rows, at, ends, False, 0, False, factors, None, True)
     else:
         pooled = (_pool_fp16 if dtype == "fp16" else _pool_fp32)(rows, at, ends, factors)
-    sums: Float32Array = pooled.numpy()
-    return sums
+    return pooled.numpy()

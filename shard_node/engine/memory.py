@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -56,18 +58,11 @@ def _control_groups(root: Path) -> list[tuple[int | None, int]]:
         folder = top / group.lstrip("/")
         # In a container the path may be the host's: then only the mounted top is there to be read.
         for level in [folder, *folder.parents]:
-            if level.is_relative_to(top) and (use := _read_group(level, *names)) is not None:
-                found.append(use)
+            if level.is_relative_to(top):
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    limit, usage = ((level / name).read_text(encoding="ascii").strip() for name in names)
+                    found.append((None if limit == "max" else int(limit), int(usage)))
     return found
-
-
-def _read_group(folder: Path, limit_name: str, usage_name: str) -> tuple[int | None, int] | None:
-    try:
-        limit = (folder / limit_name).read_text(encoding="ascii").strip()
-        usage = (folder / usage_name).read_text(encoding="ascii").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return (None if limit == "max" else int(limit)), int(usage)
 
 
 def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Literal["ram", "mapped"]]:
@@ -106,6 +101,7 @@ class Claim:
         self.is_filling = self.is_active = False
 
 
+@dataclass(eq=False)
 class RowMemory:
     """Claims on memory, of all versions and of several stagings at once. Thread-safe.
 
@@ -113,17 +109,11 @@ class RowMemory:
     still give) less `reserve_bytes`.
     """
 
-    def __init__(
-        self,
-        cap_bytes: int | None = None,
-        available: Callable[[], int] = available_memory_bytes,
-        reserve_bytes: int = MEMORY_RESERVE_BYTES,
-    ) -> None:
-        self._cap_bytes = cap_bytes
-        self._available = available
-        self._reserve_bytes = reserve_bytes
-        self._lock = threading.Lock()
-        self._claims: list[Claim] = []
+    cap_bytes: int | None = None
+    available: Callable[[], int] = available_memory_bytes
+    reserve_bytes: int = MEMORY_RESERVE_BYTES
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _claims: list[Claim] = field(default_factory=list, init=False)
 
     @property
     def held_bytes(self) -> int:
@@ -133,8 +123,8 @@ class RowMemory:
 
     def available_bytes(self) -> int:
         """Return what may still be claimed."""
-        left = self._available() - self._reserve_bytes
-        return max(0, left if self._cap_bytes is None else min(left, self._cap_bytes - self.held_bytes))
+        left = self.available() - self.reserve_bytes
+        return max(0, left if self.cap_bytes is None else min(left, self.cap_bytes - self.held_bytes))
 
     def take(self, size_bytes: int, into: Claim | None = None) -> Claim:
         """Claim memory that is about to be allocated, `into` a claim or a new one. Raises MemoryBudgetError."""
@@ -142,15 +132,15 @@ class RowMemory:
             self._claims = [claim for claim in self._claims if claim.is_active]
             claimed = sum(claim.sizes[0] for claim in self._claims)
             filling = sum(claim.sizes[0] for claim in self._claims if claim.is_filling)
-            available = self._available()
-            if self._cap_bytes is not None and claimed + size_bytes > self._cap_bytes:
+            available = self.available()
+            if self.cap_bytes is not None and claimed + size_bytes > self.cap_bytes:
                 raise MemoryBudgetError(
                     f"rows take {size_bytes} bytes beside {claimed} of the versions that are here, "
-                    f"which is {claimed + size_bytes}, but at most {self._cap_bytes} are allowed"
+                    f"which is {claimed + size_bytes}, but at most {self.cap_bytes} are allowed"
                 )
-            if size_bytes and size_bytes + filling > available - self._reserve_bytes:
+            if size_bytes and size_bytes + filling > available - self.reserve_bytes:
                 raise MemoryBudgetError(
-                    f"rows take {size_bytes} bytes, but {available} are available and {self._reserve_bytes} are kept "
+                    f"rows take {size_bytes} bytes, but {available} are available and {self.reserve_bytes} are kept "
                     f"free; versions that are here take {claimed - filling}, others that are being staged {filling}. "
                     "Give a (smaller) memory budget to leave the largest tables in the mapped snapshot, "
                     "or roll replica by replica"

@@ -21,13 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.buckets import RowBuckets
-from shard_node.bags import Int64Array, TableLayout
+from shard_node.bags import Int32Array, Int64Array, TableLayout
 from shard_node.buckets import Partition
 from shard_node.cuda.kernel_params import MAX_CARDS, RowFormat, max_slots
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.hotness import Float64Array, Hotness, RowHotness
-
-Int32Array = npt.NDArray[np.int32]
 
 # Tiers of one card's rows of a table, from the hottest on.
 HOT, CARD, HOST = range(3)

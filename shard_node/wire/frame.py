@@ -298,7 +298,6 @@ class FrameConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
-        del sizehint
         return self._receiver.get_discard_buffer() if self.is_discarding else self._receiver.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
 
 from loader.access_counts import AccessCounts, decode_access_counts, encode_access_counts
 from loader.errors import DeadlineExceededError, ExportError, OverloadedError, ShardrankError
+from loader.snapshot.tables import refused_as
 from shard_node import errors
 from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
@@ -202,10 +202,8 @@ def encode_info_answer(request_id: int, info: NodeInfo) -> list[Buffer]:
 def decode_info_answer(frame: Frame) -> NodeInfo:
     """Read an INFO_ANSWER frame."""
     fields = _decode_fields(frame.body, "INFO_ANSWER")
-    try:
+    with refused_as(WireError, "INFO_ANSWER fields are not a NodeInfo: "):
         return NodeInfo.model_validate_json(bytes(fields))
-    except ValidationError as error:
-        raise WireError(f"INFO_ANSWER fields are not a NodeInfo: {error}") from error
 
 
 def encode_counts(request_id: int, budget_us: int, model: str, version: int) -> list[Buffer]:

@@ -60,9 +60,7 @@ class ServerConnection(FrameConnection, Accepted):
         self._untaken = self._unsent = 0
         self.peer_load = Peer(ByteAccount(server.buffers, self._give_way), lambda: not self.closed.done())
 
-    def end(self) -> None:
-        """See `Accepted`."""
-        self.close()
+    end = FrameConnection.close
 
     def go_away(self) -> None:
         """Asks the peer to send no more requests; it closes the connection when it has its answers."""
@@ -131,7 +129,6 @@ class ServerConnection(FrameConnection, Accepted):
 
     def connection_ended(self, error: Exception | None) -> None:
         """Forgets its timers. Requests that have not begun will not be."""
-        del error
         self._stop_receive_timer()
         self._stop_send_timer()
         if self._idle_timer is not None:
