@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -55,10 +56,15 @@ PROGRESS_S = 1.0
 
 
 class _StepRunner:
-    def __init__(self, fleet: FleetRegistry, config: CoordinatorConfig, clock: Callable[[], float]) -> None:
-        self._fleet = fleet
-        self._config = config
-        self._clock = clock
+    def __init__(
+        self,
+        fleet: FleetRegistry,
+        config: CoordinatorConfig,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._fleet, self._config = fleet, config
+        self._clock, self._monotonic, self._bake_began_s = clock, monotonic, -math.inf
         self._tally = BakeTally()
         # The record with the time that was observed since it was written, which is `_unwritten_s`.
         self._counted: OnRecord | None = None
@@ -67,13 +73,13 @@ class _StepRunner:
         self._behind_s = 0.0
 
     async def move(
-        self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView, elapsed_s: float
+        self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView, elapsed_s: float, now_s: float
     ) -> Rollout | None:
         """Make the next move of a rollout that has not ended; its record and `wanted` must have just been read.
 
-        `elapsed_s` is how long the fleet has been observed since the last tick. Returns the record as it is now, or
-        None if there is nothing to do but wait. After a RegistryConflictError or a RegistryUnavailableError (the change
-        may or may not be made) read it again.
+        `elapsed_s` is how long the fleet has been observed since the last tick, until `now_s`. Returns the record as it
+        is now, or None if there is nothing to do but wait. After a RegistryConflictError or a RegistryUnavailableError
+        (the change may or may not be made) read it again.
         """
         if self._counted is None or self._counted.revision != on_record.revision:
             # Another process wrote it, and may have counted the time since the last tick as well.
@@ -82,7 +88,8 @@ class _StepRunner:
         rollout, epoch = self._counted.rollout, wanted.epoch if wanted is not None else 0
         update = {"waited_s": rollout.waited_s + elapsed_s}
         if rollout.bake_began_at is not None and rollout.state == "running":
-            update["baked_s"] = rollout.baked_s + elapsed_s
+            # Not what of the last tick came before the bake was on record.
+            update["baked_s"] = rollout.baked_s + max(0.0, min(elapsed_s, now_s - self._bake_began_s))
         rollout = rollout.model_copy(update=update)
         on_record = OnRecord(rollout, on_record.revision)
         known = max(rollout.base_epoch, *(node.applied.get(rollout.model, 0) for node in view.nodes), 0)
@@ -145,7 +152,9 @@ class _StepRunner:
             baseline = baseline_of(view.nodes, rollout)
             text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
             change = {"bake_began_at": now, "baked_s": 0.0, "waited_s": 0.0, "baseline": baseline}
-            return await self._write(on_record, changed(rollout, now, text, **change))
+            begun = await self._write(on_record, changed(rollout, now, text, **change))
+            self._bake_began_s = self._monotonic()
+            return begun
         if baking_now and rollout.baked_s < (rollout.longest_bake_s if missing else rollout.bake_s):
             return await self._count(on_record, 0.0)
         if missing:
@@ -304,8 +313,10 @@ class Coordinator:
             moved = None
             if on_record is not None and on_record.rollout.active:
                 await self._restore_version(model, on_record.rollout.to_version)
-                runner = self._runners.setdefault(model, _StepRunner(self._fleet, self._config, self._clock))
-                moved = await runner.move(on_record, wanted, view.for_model(model), elapsed_s)
+                runner = self._runners.setdefault(
+                    model, _StepRunner(self._fleet, self._config, self._clock, self._monotonic)
+                )
+                moved = await runner.move(on_record, wanted, view.for_model(model), elapsed_s, self._seen_at or 0.0)
             if moved is not None:
                 self._rollouts[model] = moved
         except RegistryConflictError as error:

@@ -208,3 +208,19 @@ async def test_a_version_that_is_lost_before_a_node_knows_it_is_put_on_record_ag
     await fleet.fleet.drop_version(MODEL, NEW)
     await fleet.coordinator.tick()
     assert (await fleet.fleet.version(MODEL, NEW), await fleet.fleet.spec(MODEL, NEW)) == (there, "{}")
+
+
+async def test_a_bake_does_not_count_what_the_write_of_its_beginning_took(fleet, monkeypatch):
+    await fleet.begin(1, 1, 1)
+    await fleet.start(canary_share=0.5, bake_s=3.0)
+    put = fleet.registry.put
+
+    async def put_slowly(*arguments):
+        fleet.clock.now += 1.0
+        return await put(*arguments)
+
+    monkeypatch.setattr(fleet.registry, "put", put_slowly)
+    await fleet.until_bake()
+    began = fleet.clock.now
+    await fleet.until_step("flip", written=False)
+    assert fleet.clock.now - 1.0 - began >= 3.0
