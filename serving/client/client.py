@@ -266,17 +266,28 @@ class Requests:
         problem = f"this {type(self).__name__} is closed; make another one"
         return UnavailableError(problem, kind="closed") if self._is_closed else None
 
-    def _next_server(self) -> _Server:
-        """Return the next server that is not ejected, or else the one whose ejection ends first."""
+    def _next_server(self, failed: _Server | None) -> _Server:
+        """Return the next server that is not ejected, if possible not `failed`; or else the first not ejected again."""
         now, start = self._clock(), next(self._round) % len(self._servers)
         with self._lock:
             server = min(
-                self._servers[start:] + self._servers[:start], key=lambda server: max(server.ejected_until, now)
+                self._servers[start:] + self._servers[:start],
+                key=lambda server: (max(server.ejected_until, now), server is failed),
             )
             if server.ejected_until > -math.inf:
                 # Until it has answered, no other request needs to wait for it.
                 server.ejected_until = now + EJECTION_S
         return server
+
+    def _add_tokens(self, count: float) -> None:
+        with self._lock:
+            self._tokens = min(self._retry.budget_burst, self._tokens + count)
+
+    def _took_token(self) -> bool:
+        with self._lock:
+            is_there = self._tokens >= 1
+            self._tokens -= is_there
+        return is_there
 
     def _ends(self, timeout_ms: int | None) -> float:
         timeout_ms = self._timeout_ms if timeout_ms is None else timeout_ms
@@ -298,9 +309,8 @@ class Requests:
             except (TypeError, ValueError) as error:
                 # No number, one out of the field's range, or text that is not valid Unicode.
                 raise invalid_field(name, f"{value!r:.80}: {error}") from error
-        policy, attempt = self._retry, 0
-        with self._lock:
-            self._tokens = min(policy.budget_burst, self._tokens + policy.budget_ratio)
+        policy, attempt, server = self._retry, 0, None
+        self._add_tokens(policy.budget_ratio)
         while True:
             if (closed := self._closed()) is not None:
                 raise closed
@@ -309,9 +319,9 @@ class Requests:
                 raise DeadlineExceededError("the deadline passed before the call was made")
             if not isinstance(request, ranking_pb2.GetModelRequest):
                 request.timeout_ms = min(2**32 - 1, max(1, round(1000 * remaining_s)))
-            server, has_others = self._next_server(), len(self._servers) > 1
-            may_follow = has_others and attempt + 1 < policy.max_attempts and self._tokens >= 1
-            attempt_s = remaining_s / 2 if may_follow else remaining_s
+            server, has_others = self._next_server(server), len(self._servers) > 1
+            is_paid = has_others and attempt + 1 < policy.max_attempts and self._took_token()
+            attempt_s = remaining_s / 2 if is_paid else remaining_s
             try:
                 answer = await server.transport.send(method, request, attempt_s, headers or {})
                 server.ejected_until = -math.inf
@@ -320,7 +330,7 @@ class Requests:
                 task = asyncio.current_task() if self._on_loop else None
                 if (closed := self._closed()) is not None and (task is None or not task.cancelling()):
                     raise closed from error
-                retried = (UnavailableError, OverloadedError, *((DeadlineExceededError,) if may_follow else ()))
+                retried = (UnavailableError, OverloadedError, *((DeadlineExceededError,) if has_others else ()))
                 if not isinstance(error, retried):
                     raise
                 if not isinstance(error, OverloadedError):
@@ -329,13 +339,14 @@ class Requests:
                 pause_s = self._random() * min(policy.backoff_ms * 2 ** (attempt - 1), policy.max_backoff_ms) / 1000
                 # After an overload without `retry-after`, a retry at the same server would only add to its load.
                 is_passing = has_others or not isinstance(error, OverloadedError) or error.retry_after_s is not None
-                pause_s += error.retry_after_s or 0.0
-                if not (is_passing and attempt < policy.max_attempts and self._clock() + pause_s < ends):
+                if attempt >= len(self._servers):
+                    pause_s += error.retry_after_s or 0.0
+                is_in_time = attempt < policy.max_attempts and self._clock() + pause_s < ends
+                if not (is_passing and is_in_time and (is_paid or self._took_token())):
                     raise
-                with self._lock:
-                    if self._tokens < 1:
-                        raise
-                    self._tokens -= 1
+                is_paid = False
+            finally:
+                self._add_tokens(is_paid)
             slept = self._sleep(pause_s)
             if self._on_loop:
                 await slept

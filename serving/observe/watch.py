@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -44,7 +45,7 @@ _GAUGES = {
     ),
     "version_leases": ("Requests that use a version now.", _VERSION),
     "canary_share": ("Share of the requests that the canary gets.", _VERSION),
-    "degraded": ("1 if rows have forked, or are older than max_staleness_s or a dense step allows.", ("model",)),
+    "degraded": ("1 if /readyz names the model under `degraded`.", ("model",)),
 }
 _COUNTERS = {
     "rows_looked_up": ("Rows looked up by table and tier.", (*_NODE, "table", "tier")),
@@ -62,15 +63,19 @@ NODE_FAMILIES = {*_GAUGES, *_COUNTERS} - {"live_version", "canary_share", "degra
 
 
 class _Report(NamedTuple):
-    """What one model's shards last said: their nodes by address, else what is wrong; how often in turn cards failed."""
+    """What one model's shards last said: their nodes by address, else what is wrong; how often in turn cards failed.
+
+    `degraded` is what is wrong while nodes of the fallback answer.
+    """
 
     nodes: Sequence[tuple[str, NodeInfo]] = ()
     problem: str = ""
     faults: int = 0
+    degraded: str = ""
 
 
 class Readiness:
-    """Keeps what shards of live models last said; with a fallback none is missed. Arguments: see `RankingService`."""
+    """Keeps what shards of live models last said. Arguments: see `RankingService`."""
 
     def __init__(
         self,
@@ -118,6 +123,8 @@ class Readiness:
         if problem := self.registry_problem():
             reasons[""].append(problem)
         for model, report in self._reports.items():
+            if report.degraded:
+                reasons[model].append(report.degraded)
             key = model, live.get(model)
             served = [each for _, info in report.nodes for each in info.versions if (each.model, each.version) == key]
             if forked := sum(each.forked for each in served):
@@ -182,9 +189,15 @@ class Readiness:
         except ShardrankError as error:
             # Only cards of this process: of those of shard nodes a router makes other errors.
             faults = before.faults + 1 if isinstance(error, CardError) else 0
-            problem = "" if self.versions.fallbacks.get(model) else f"{error.kind}: {error}"
+            problem = f"{error.kind}: {error}"
             report = _Report(before.nodes, problem, faults)
-            if problem and not before.problem:
+            # Whatever it raises, the live version's problem stands.
+            with contextlib.suppress(Exception):
+                if (fallback := self.versions.fallbacks.get(model)) is not None:
+                    with self.versions.generations.lease(model, fallback) as lease:
+                        await lease.payload.nodes()
+                    report = _Report(before.nodes, "", faults, f"only version {fallback} answers: {problem}")
+            if report.problem and not before.problem:
                 logger.warning("model %r is not ready: %s", model, error)
             if isinstance(error, CardError) and faults >= ENOUGH_FAULTS and self._card_error is None:
                 logger.critical("the cards of this process have failed: %s", error)

@@ -298,10 +298,10 @@ async def answer(
     try:
         if not isinstance(body, (bytes, bytearray, memoryview)):
             body = await body
-        codec = _parse(service, codec, call, body, fallback)
+        parsed = _parse(service, codec, call, body, fallback)
         call.loop = asyncio.get_running_loop()
         if isinstance(call.request, LookupRequest):
-            encoded = await _looked_up(service, codec, call, client)
+            encoded = await _looked_up(service, parsed, call, client)
         else:
             # The lease ends with the batch, and the version may be gone by then.
             served = call.lease.generation.payload
@@ -311,7 +311,7 @@ async def answer(
             if answered is None:
                 answered = await service.wait(call, client.watch)
             call.answered_at = service.clock()
-            encoded = codec.encode(answered)
+            encoded = parsed.encode(answered)
             for notify in service.on_ranked:
                 notify(schema, call.request, cast(RankResult, answered), call.started_at)
         call.encoded_at = service.clock()
@@ -319,8 +319,11 @@ async def answer(
         if (lease := service.lease_fallback(call, error)) is not None:
             call.is_abandoned = False
             return await answer(service, call, codec, body, client, parent, lease)
+        is_refusal = isinstance(error, InvalidRequestError) and error.kind not in ("schema_digest", "client_gone")
+        if fallback is not None and is_refusal:
+            error = UnavailableError(f"only version {call.version} answers: {error}", kind="shard_unavailable")
         service.end_call(call, error)
-        raise
+        raise error
     service.end_call(call)
     return encoded
 
@@ -359,20 +362,19 @@ def _parse(
     service: RankingService, codec: Codec, call: Call, body: Buffer, fallback: Lease[LoadedVersion] | None = None
 ) -> Codec:
     """Parse a complete request under a lease on the version that will answer it; return the codec that has read it."""
-    call.received_at = call.received_at or service.clock()
-    service.complete(call)
-    codec = codec.read(body, service.limits)
-    lease = fallback or service.lease(codec.model, codec.version, lambda: codec.key)
-    generation = lease.generation
-    call.lease, call.is_pinned = lease, codec.version is not None
-    call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
-    call.leased_at = service.clock()
+    call.received_at, lease = call.received_at or service.clock(), fallback
     try:
+        service.complete(call)
+        codec = codec.read(body, service.limits)
+        lease = fallback or service.lease(codec.model, codec.version, lambda: codec.key)
+        generation = lease.generation
+        call.lease, call.is_pinned = lease, codec.version is not None
+        call.model, call.version, call.counter = generation.model, generation.version, generation.payload.counter
+        call.leased_at = service.clock()
         call.request = codec.parse(generation.payload.schema)
-    except BaseException as error:
-        lease.release()
-        if fallback is not None and isinstance(error, InvalidRequestError) and error.kind != "schema_digest":
-            raise UnavailableError(f"only version {call.version} answers: {error}", kind="shard_unavailable") from error
+    except BaseException:
+        if lease is not None:
+            lease.release()
         raise
     call.parsed_at = service.clock()
     call.deadline = min(call.deadline, call.started_at + call.request.timeout_s)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.server
 import json
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import closing, contextmanager
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
-from serving.client import Client, RetryPolicy, transports
+from serving.client import AsyncClient, Client, RetryPolicy, transports
 from serving.errors import (
     InternalError,
     InvalidRequestError,
@@ -73,15 +75,20 @@ class Time:
 
 
 class GrpcStub:
-    """A server whose first calls of Rank fail; then it answers `ANSWER`."""
+    """A server whose first calls of Rank fail, with `pushback_ms` if it is not 0; then it answers `ANSWER`."""
 
-    def __init__(self, failures: int, status: grpc.StatusCode, kind: str = "", message: str = "no") -> None:
+    def __init__(
+        self, failures: int, status: grpc.StatusCode, kind: str = "", message: str = "no", pushback_ms: int = 0
+    ) -> None:
         self.ranks: list[ranking_pb2.RankRequest] = []
+        self.delays_s: Iterator[float] = iter(())
 
         def rank(request: bytes, context: grpc.ServicerContext) -> bytes:
             self.ranks.append(ranking_pb2.RankRequest.FromString(request))
+            time.sleep(next(self.delays_s, 0.0))
             if len(self.ranks) <= failures:
-                context.set_trailing_metadata((("shardrank-error-kind", kind),) if kind else ())
+                pushback = (("grpc-retry-pushback-ms", str(pushback_ms)),) if pushback_ms else ()
+                context.set_trailing_metadata(((("shardrank-error-kind", kind),) if kind else ()) + pushback)
                 context.abort(status, message)
             return ANSWER.SerializeToString()
 
@@ -253,8 +260,10 @@ async def test_a_server_that_hangs_gives_way_to_another_one(kind, scheme):
     stub = GrpcStub(0, grpc.StatusCode.OK) if scheme == "grpc" else HttpStub([OK] * 8)
     with socket.create_server(("127.0.0.1", 0)) as hung, contextlib.ExitStack() as stack:
         other = stack.enter_context(stub.running()) if isinstance(stub, GrpcStub) else stub.address
-        addresses = [f"{scheme}://127.0.0.1:{hung.getsockname()[1]}", other]
-        async with calling(kind, addresses, timeout_ms=1500) as call:
+        addresses = [other, f"{scheme}://127.0.0.1:{hung.getsockname()[1]}"]
+        # The only token pays for the retry: calls that were answered have given it back.
+        retry = RetryPolicy(budget_burst=1, budget_ratio=0)
+        async with calling(kind, addresses, timeout_ms=1500, retry=retry) as call:
             for _ in range(6):
                 assert (await rank(call)).scores.tolist() == [0.5, 0.25]
         if isinstance(stub, HttpStub):
@@ -263,16 +272,51 @@ async def test_a_server_that_hangs_gives_way_to_another_one(kind, scheme):
     assert len(sent) == 6
 
 
-def test_what_one_server_sheds_is_asked_of_another_one():
-    full = [GrpcStub(99, grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded") for _ in range(2)]
-    free = GrpcStub(0, grpc.StatusCode.OK)
-    with full[0].running() as first, full[1].running() as second, free.running() as third:
-        with Client([first, third]) as client:
+def test_a_server_that_hangs_comes_last_after_a_call_without_a_retry():
+    stub, retry = GrpcStub(0, grpc.StatusCode.OK), RetryPolicy(max_attempts=1)
+    with socket.create_server(("127.0.0.1", 0)) as hung, stub.running() as other:
+        addresses = [f"grpc://127.0.0.1:{hung.getsockname()[1]}", other]
+        with Client(addresses, timeout_ms=400, retry=retry, clock=lambda: 5.0) as client:
+            with pytest.raises(DeadlineExceededError):
+                client.describe(MODEL)
             assert [client.rank(MODEL, {}, {"film": [1]}).version for _ in range(4)] == [3] * 4
-        with Client([first, second], retry=RetryPolicy(max_attempts=3)) as client, pytest.raises(OverloadedError):
+
+
+async def test_only_a_request_whose_retry_is_paid_for_gives_a_server_half_its_time():
+    """With one token for two requests at once, one is asked of the other server, and one is waited for."""
+    stub, retry = GrpcStub(0, grpc.StatusCode.OK), RetryPolicy(budget_burst=1, budget_ratio=0)
+    with stub.running() as first, stub.running() as second:
+        async with AsyncClient([first, second], timeout_ms=2000, retry=retry) as client:
+            await client.describe(MODEL)
+            stub.delays_s = iter([1.4, 1.4])
+            ranked = await asyncio.gather(*(client.rank(MODEL, {}, {"film": [1]}) for _ in range(2)))
+    assert ([result.version for result in ranked], len(stub.ranks)) == ([3, 3], 3)
+
+
+def test_what_one_server_sheds_is_asked_of_another_one():
+    """At once, whatever they send as pushback; which is waited for where all have shed."""
+    full = [GrpcStub(99, grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded", pushback_ms=1000) for _ in range(2)]
+    free, timing = GrpcStub(0, grpc.StatusCode.OK), Time()
+    with full[0].running() as first, full[1].running() as second, free.running() as third:
+        with Client([first, third], **timing.options(Client)) as client:
+            assert [client.rank(MODEL, {}, {"film": [1]}).version for _ in range(4)] == [3] * 4
+        assert timing.slept == [0.025] * len(full[0].ranks)
+        both = Client([first, second], timeout_ms=5000, **timing.options(Client))
+        with both as client, pytest.raises(OverloadedError):
             client.rank(MODEL, {}, {"film": [1]})
+    assert timing.slept[-2:] == [0.025, 1.05]
     assert len(free.ranks) == 4
-    assert len(full[1].ranks) in (1, 2)
+
+
+async def test_of_concurrent_requests_each_is_asked_of_the_other_server():
+    """However they come to the round: what one server sheds is not asked of it again."""
+    full = GrpcStub(99, grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded", pushback_ms=1000)
+    free = GrpcStub(0, grpc.StatusCode.OK)
+    with full.running() as first, free.running() as second:
+        async with AsyncClient([first, second], retry=RetryPolicy(budget_burst=99), timeout_ms=5000) as client:
+            ranked = await asyncio.gather(*(client.rank(MODEL, {}, {"film": [1]}) for _ in range(16)))
+    assert [result.version for result in ranked] == [3] * 16
+    assert len(free.ranks) == 16
 
 
 @both_clients

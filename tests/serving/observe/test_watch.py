@@ -62,16 +62,38 @@ async def test_a_process_whose_version_no_shard_has_is_not_ready(api_model, addr
         await server.close()
 
 
-def following_model(model: ApiModel, service: RankingService, position: DeltaPosition) -> LoadedVersion:
-    """The model with its rows in this process, as far along its deltas as `position` says."""
+def following_model(
+    model: ApiModel, service: RankingService, position: DeltaPosition, nodes: list[ShardNode] | None = None
+) -> LoadedVersion:
+    """The model with its rows in this process, as far along its deltas as `position` says; its node joins `nodes`."""
     snapshot = Snapshot.open(model.path)
     plan = Plan.make(snapshot.spec)
     node = ShardNode(plan.identity(0))
+    if nodes is not None:
+        nodes.append(node)
     tables = load_tables(snapshot, plan.partition(0), plan.digest)
     node.generations.stage(MODEL, snapshot.version, dataclasses.replace(tables, deltas=position))
     node.generations.flip(MODEL, snapshot.version)
     options, shards = LoadOptions(dtype="float32"), [LocalShard(node)]
     return LoadedVersion.load(snapshot, plan, lambda _: shards, options, metrics=service.metrics, on_close=node.close)
+
+
+async def test_with_a_fallback_it_is_degraded_until_no_version_has_nodes(api_model, tmp_path):
+    service, nodes = RankingService(expected_models=[MODEL]), list[ShardNode]()
+    newer = write_api_model(tmp_path, version=2, seed=9)
+    for model in (api_model, newer):
+        position = DeltaPosition(delta_base=1, last_delta=5)
+        service.install_staged(await asyncio.to_thread(following_model, model, service, position, nodes))
+    service.flip(MODEL, 2)
+    service.fallbacks[MODEL] = 1
+    states = []
+    for node, version in ((nodes[1], 2), (nodes[0], 1)):
+        node.generations.retire(MODEL, version)
+        await service.watch.refresh()
+        states.append((service.watch.problems(), service.watch.degraded()))
+    lost = f"not_ready: no node of shard 0 that answers has version 2 of model {MODEL!r}"
+    assert states == [({}, {MODEL: f"only version 1 answers: {lost}"}), ({MODEL: lost}, {})]
+    await asyncio.to_thread(service.close)
 
 
 def delta_metric(text: str, name: str) -> float:

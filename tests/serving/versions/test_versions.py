@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -15,22 +16,31 @@ from hypothesis import strategies as st
 
 from loader.errors import ConfigError, DeadlineExceededError, RolloutError, UnavailableError
 from loader.registry.fleet import LATENCY_BOUNDS_MS
-from loader.snapshot.manifest import DenseInputs
+from loader.snapshot.manifest import DenseInputs, ModelSpec
+from router.feature_schema import FeatureSchema
 from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.errors import InvalidRequestError
+from serving.formats.infer import InferGrpcCodec, InferHttpCodec
+from serving.formats.json_reader import JsonCodec
+from serving.formats.messages import MessageCodec
+from serving.formats.schema import RequestSchema
+from serving.limits import RequestLimits
 from serving.observe.calls import Call
 from serving.proto.shardrank.v1 import ranking_pb2
-from serving.rank.service import RankingService
+from serving.rank.service import RankingService, answer
 from serving.results import RankResult
 from serving.versions.loaded_version import LoadedVersion
 from serving.versions.version_choice import CanaryChoice, key_hash
 from shard_node.errors import GenerationNotFoundError, NodeUnavailableError
 from shardrank_testing.errors import raises_kind
+from shardrank_testing.inference_requests import binary_body, json_body, message_of, tensors_of
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
+    Waiting,
     api_request,
     api_spec,
+    packed_message,
     rank_message,
     running_api,
     stats_of,
@@ -202,24 +212,70 @@ def test_guards_count_no_request_of_a_clients_making(service, fields, error, err
     assert (stats.requests, stats.errors, stats.score_count) == (errors, errors, 0)
 
 
-async def test_what_the_fallback_refuses_stays_unavailable(service, tmp_path):
-    """The request is right, for a version that has no replica: its client may try again."""
-    spec = api_spec().model_copy(update={"dense_inputs": DenseInputs(context=3, candidate=3)})
-    service.install_staged(loaded(write_api_model(tmp_path, version=3, spec=spec), service))
-    service.flip(MODEL, 3)
-    service.fallbacks[MODEL] = 1
+def make_live_without_replicas(service: RankingService, version: int) -> None:
+    """Make a version live that has no replica of some shard, with version 1 as the fallback."""
 
     async def fails(*_: object) -> None:
         raise UnavailableError("no replica answered", kind="shard_unavailable")
 
-    for replica in service.generations.payload(MODEL, 3)._replicas:
+    service.flip(MODEL, version)
+    service.fallbacks[MODEL] = 1
+    for replica in service.generations.payload(MODEL, version)._replicas:
         replica.ranking.score = fails
+
+
+TENSORS, SCHEMA = tensors_of(api_spec(), api_request(1)), RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
+BINARY, HEADERS = binary_body(TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("codec", "body"),
+    [
+        (JsonCodec("rank", MODEL), json.dumps(api_request(1)).encode()),
+        (MessageCodec("rank"), rank_message(api_request(1)).SerializeToString()),
+        (MessageCodec("rank", MODEL), packed_message(SCHEMA, api_request(1)).SerializeToString()),
+        (InferHttpCodec(model=MODEL), json_body(TENSORS)),
+        (InferHttpCodec(model=MODEL, header_length=HEADERS["inference-header-content-length"]), BINARY),
+        (InferGrpcCodec(), message_of(TENSORS, MODEL).SerializeToString()),
+    ],
+    ids=["json", "message", "packed", "infer json", "infer binary", "infer grpc"],
+)
+async def test_a_request_of_each_form_is_parsed_anew_for_the_fallback(service, codec, body):
+    make_live_without_replicas(service, 2)
+    encoded = await answer(service, service.admit(codec.api, "rank", None), codec, body, Waiting())
+    assert encoded.body
+    assert [stats_of(service, version).requests for version in (1, 2)] == [1, 1]
+    assert [generation.leases for generation in service.generations.all()] == [0, 0]
+
+
+def with_wider_context(spec: ModelSpec) -> ModelSpec:
+    return spec.model_copy(update={"dense_inputs": DenseInputs(context=3, candidate=3)})
+
+
+def with_more_users(spec: ModelSpec) -> ModelSpec:
+    users, *others = spec.tables
+    return spec.model_copy(update={"tables": (users.model_copy(update={"num_embeddings": 1001}), *others)})
+
+
+@pytest.mark.parametrize(
+    ("change", "context", "reason"),
+    [
+        (with_wider_context, {"dense": [0.0] * 3}, "context.dense: 3 values"),
+        (with_more_users, {"sparse": api_request(1)["context"]["sparse"] | {"user": [1000]}}, "context.sparse.user"),
+    ],
+    ids=["its schema", "its rows"],
+)
+async def test_what_the_fallback_refuses_stays_unavailable(service, tmp_path, change, context, reason):
+    """The request is right, for a version that has no replica: its client may try again."""
+    spec = change(api_spec())
+    service.install_staged(loaded(write_api_model(tmp_path, version=3, spec=spec), service))
+    make_live_without_replicas(service, 3)
     request = api_request(1)
-    request["context"]["dense"] = [0.0] * 3
+    request["context"] |= context
     async with running_api(service) as api:
-        answer = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
-    assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "shard_unavailable")
-    assert "only version 1 answers: context.dense" in answer.text
+        response = await api.http.post(f"/v1/models/{MODEL}:rank", json=request)
+    assert (response.status_code, response.json()["error"]["kind"]) == (503, "shard_unavailable")
+    assert f"only version 1 answers: {reason}" in response.text
     assert [stats_of(service, version).errors for version in (3, 2)] == [1, 0]
     assert [generation.leases for generation in service.generations.all()] == [0, 0, 0]
 
