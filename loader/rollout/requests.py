@@ -67,7 +67,7 @@ async def start_rollout(
 ) -> Rollout:
     """Put a rollout on record; a coordinator carries it out.
 
-    `canary_share` of the requests, in (0, 1), go to the version first; None: no canary. For `bake_s` it is compared with
+    `canary_share` of the requests, in (0, 1), go to it first; None: no canary. For `bake_s` seconds it is compared with
     the live version, if any; after `bake_timeout_s` (None: 10 bakes) a bake short of `guards.min_requests` is undone.
     `strategy` is `beside`, or `by-replica` where no shard node can hold two versions. `clock` is seconds since the
     epoch, `rollout_id` 32 random hexadecimal digits; `after` the model's last rollout as the caller decided on it, None

@@ -201,8 +201,13 @@ class RankingService(VersionChoice):
             self.access_log.add(call, now - call.started_at, status, error)
 
     def lease_fallback(self, call: Call, error: BaseException) -> Lease[LoadedVersion] | None:
-        """Lease the version before the live one for a call that found no replica of some shard; None for all others."""
-        fallback, kind = self.fallbacks.get(call.model), getattr(error, "kind", "")
+        """Lease the version before for a call that found no replica of some shard; None for all others.
+
+        That is the live one for the canary, and for the live one what was live before, while that is here.
+        """
+        canary, kind = self.canary(call.model), getattr(error, "kind", "")
+        is_canary = canary is not None and canary.version == call.version
+        fallback = self.live(call.model) if is_canary else self.fallbacks.get(call.model)
         if call.counter is None or call.is_pinned or kind != "shard_unavailable" or fallback in (None, call.version):
             return None
         with contextlib.suppress(GenerationNotFoundError):

@@ -214,14 +214,28 @@ def test_guards_count_no_request_of_a_clients_making(service, fields, error, err
 
 def make_live_without_replicas(service: RankingService, version: int) -> None:
     """Make a version live that has no replica of some shard, with version 1 as the fallback."""
+    service.flip(MODEL, version)
+    service.fallbacks[MODEL] = 1
+    lose_replicas(service, version)
 
+
+def lose_replicas(service: RankingService, version: int) -> None:
     async def fails(*_: object) -> None:
         raise UnavailableError("no replica answered", kind="shard_unavailable")
 
-    service.flip(MODEL, version)
-    service.fallbacks[MODEL] = 1
     for replica in service.generations.payload(MODEL, version)._replicas:
         replica.ranking.score = fails
+
+
+async def test_the_live_version_answers_for_a_canary_without_replicas(service):
+    """A by-replica rollout may have one node of the new version; that it is lost counts against the canary."""
+    service.set_canary(MODEL, 2, SHARE)
+    lose_replicas(service, 2)
+    body = json.dumps(api_request(1) | {"routing_key": IN_CANARY}).encode()
+    encoded = await answer(service, service.admit("http", "rank", None), JsonCodec("rank", MODEL), body, Waiting())
+    assert json.loads(bytes(encoded.body))["version"] == 1
+    counted = [(stats.requests, stats.errors) for stats in (stats_of(service, 1), stats_of(service, 2))]
+    assert counted == [(1, 0), (1, 1)]
 
 
 TENSORS, SCHEMA = tensors_of(api_spec(), api_request(1)), RequestSchema(FeatureSchema.of(api_spec()), RequestLimits())
