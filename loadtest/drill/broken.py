@@ -33,6 +33,7 @@ Refusal: TypeAlias = Literal["publish", "rollout", "none"]
 When: TypeAlias = Literal["before publishing", "in the store", "on record unchecked"]
 """A snapshot is broken: as training hands it over; once it is published; likewise, and the record is put right again,
 as if it had been published without a check."""
+STAGE_TIMEOUT_S = 10.0
 Break: TypeAlias = Callable[[Path], str | None]
 """Breaks the snapshot in a folder, and says what it did if its group does not."""
 
@@ -48,7 +49,8 @@ class Attempt(NamedTuple):
 
 async def run_drill(config: BrokenDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises LoadError if a rollout does not end."""
-    async with oracle_fleet(config, folder, progress) as fleet:
+    # A file that is missing may come: the fleet goes back once that has lasted too long.
+    async with oracle_fleet(config, folder, progress, stage_timeout_s=STAGE_TIMEOUT_S) as fleet:
         breaks, attempts = plan_breaks(config, fleet.spec), list[Attempt]()
         for group, when, break_ in breaks:
             progress("broken snapshots", len(attempts), len(breaks))

@@ -346,11 +346,12 @@ async def oracle_fleet(
     progress: Progress,
     environment: Mapping[str, str] | None = None,
     processes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    **coordinator: Any,
 ) -> AsyncIterator[OracleFleet]:
     """Run a fleet on version 1 and a load on that, warm, its files in a folder. Raises ShardrankError if none is up.
 
     `environment` is added to that of the fleet's processes, `processes` has settings of single ones by name. Serving
-    processes get ports there if the load shall know each of them.
+    processes get ports there if the load shall know each of them; `coordinator` are settings of that.
     """
     # The drill shares its cores with what it watches.
     torch.set_num_threads(1)
@@ -376,7 +377,7 @@ async def oracle_fleet(
             supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
             # Scores are compared to a hundred-thousandth.
             dtype="float32",
-            coordinator={"step_delay_s": config.step_delay_s},
+            coordinator={"step_delay_s": config.step_delay_s, **coordinator},
             environment=environment or {},
             processes=processes,
         )

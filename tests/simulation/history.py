@@ -76,7 +76,8 @@ class History:
         self.attempts: dict[int, Attempt] = {}
         self.required: dict[tuple[int, int], tuple[int, bytes, dict[int, StreamRow]]] = {}
         self.num_answers = 0
-        self.answers_of: dict[int, int] = defaultdict(int)
+        # When each version answered requests that named none.
+        self.answers_of: dict[int, list[float]] = defaultdict(list)
 
     def attempted(self, stamp: int, base: int, rows: list[int], by: str) -> None:
         """Note what a trainer is about to publish."""

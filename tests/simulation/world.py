@@ -19,6 +19,7 @@ from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import Rollout, decode_rollout
 from loader.rollout.requests import abort_rollout, roll_back, start_rollout
 from tests.simulation.fleet import (
+    AGENT,
     DISK_ERRORS,
     CoordinatorProcess,
     FaultyStore,
@@ -75,8 +76,7 @@ class World:
         self._stamps, self._steps, self._unhealed = 0, dict.fromkeys(VERSIONS, 0), 0
         self._last_fault_s = 0.0
         self._current: Rollout | None = None
-        self._bake: tuple[float, dict[int, int]] | None = None
-        self._counted: dict[int, int] = {}
+        self._bake_began_s: float | None = None
         self._named: tuple[int, ...] = ()
         self._broken: ViolationError | None = None
         self._way_since: float | None = None
@@ -163,28 +163,30 @@ class World:
         ):
             self.note("registry", f"rollout to {rollout.to_version}: {rollout.state} {rollout.step} {rollout.reason}")
         if before is None or before.rollout_id != rollout.rollout_id:
-            self._bake = None
+            self._bake_began_s = None
             return
-        is_new_bake = rollout.bake_began_at is not None and before.bake_began_at is None
-        if is_new_bake:
-            self._bake = self.loop.now, self._counted
-        if before.bake_began_at is not None and rollout.step_index > before.step_index and self._bake is not None:
+        if rollout.bake_began_at is not None and before.bake_began_at is None:
+            self._bake_began_s = self.loop.now
+        if (
+            before.bake_began_at is not None
+            and rollout.step_index > before.step_index
+            and self._bake_began_s is not None
+        ):
             self._check_bake(before, rollout)
         if rollout.state != before.state and rollout.outcome is not None:
             self._check_outcome(rollout)
-        if before.step != rollout.step:
-            self._counted = dict(self.history.answers_of)
 
     def _check_bake(self, before: Rollout, after: Rollout) -> None:
-        assert self._bake is not None
-        began, counted = self._bake
-        lasted = self.loop.now - began
+        assert self._bake_began_s is not None
+        lasted = self.loop.now - self._bake_began_s
         if after.state == "running" and lasted < 0.95 * before.bake_s:
             raise ViolationError("bake ended early", f"after {lasted:.2f} of {before.bake_s} s")
-        answered = self.history.answers_of[before.to_version] - counted.get(before.to_version, 0)
+        # It begins with what serving processes announced last.
+        since = self._bake_began_s - 2 * AGENT.heartbeat_s
+        answered = sum(at >= since for at in self.history.answers_of[before.to_version])
         if after.state == "running" and answered < before.guards.min_requests:
             raise ViolationError("bake ended early", f"after {answered} of {before.guards.min_requests} requests")
-        self._bake = None
+        self._bake_began_s = None
 
     def _check_outcome(self, rollout: Rollout) -> None:
         version, reason = VERSIONS[rollout.to_version], rollout.reason
@@ -371,7 +373,7 @@ class World:
             # Of an error it is not said which version's it was.
             versions = VERSIONS if answering.exception() is not None else (answering.result()["version"],)
             for version in versions:
-                self.history.answers_of[version] += 1
+                self.history.answers_of[version].append(self.loop.now)
 
     async def _serve(self, name: str, body: bytes, named: int | None) -> Any:
         process = self.processes[name]

@@ -286,6 +286,9 @@ class SimulatedRegistry(RegistryClient):
     async def _do(self, name, *arguments):
         return getattr(self._keyspace, name)(time.time(), *arguments)
 
+    async def _acknowledged(self, by, name, *arguments):
+        await self._do(name, *arguments)
+
 
 @example(calls=OVER_A_BLOCKS_END, first_sequence=250)
 @example(calls=COMMITS_AFTER_APPENDS, first_sequence=254)

@@ -154,4 +154,6 @@ def options_for(spec: ModelSpec, num_cards: int, tiers: Tiers) -> CardOptions:
         "pinned": (places, 0, 2 * rows),
         "every tier": (places + rows // 10 + own // 3, rows // 10, rows),
     }[tiers]
-    return CardOptions(card_memory_gb=card / 1e9, hot_gb=hot / 1e9, pinned_memory_gb=pinned / 1e9)
+    # Half a byte more, so that none is lost to rounding on the way back.
+    in_gb = [(size + 0.5) / 1e9 if size else 0.0 for size in (card, hot, pinned)]
+    return CardOptions(card_memory_gb=in_gb[0], hot_gb=in_gb[1], pinned_memory_gb=in_gb[2])
