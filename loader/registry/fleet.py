@@ -436,6 +436,13 @@ class FleetRegistry:
                 f"has identity {record.identity}, last_delta {record.last_delta}: a version is immutable"
             )
 
+    async def restore_version(self, record: PublishedVersion, spec_json: str | None) -> None:
+        """Put a version that the registry has lost on record again, after its spec. Raises RegistryConflictError."""
+        if spec_json is not None:
+            await self.put_spec(record.model, record.version, spec_json)
+        await self.put_version(record)
+        _log.warning("the registry had lost version %d of %s: restored", record.version, record.model)
+
     async def drop_version(self, model: str, version: int) -> bool:
         """Remove a version, its dense steps and its spec. Return whether the version was there."""
         keys = [version_key(model, version, area) for area in (VERSIONS, DENSE, ACCEPTED_DENSE, SPECS)]

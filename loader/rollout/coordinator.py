@@ -313,9 +313,9 @@ class Coordinator:
             moved = None
             if on_record is not None and on_record.rollout.active:
                 await self._restore_version(model, on_record.rollout.to_version)
-                runner = self._runners.setdefault(
-                    model, _StepRunner(self._fleet, self._config, self._clock, self._monotonic)
-                )
+                if model not in self._runners:
+                    self._runners[model] = _StepRunner(self._fleet, self._config, self._clock, self._monotonic)
+                runner = self._runners[model]
                 moved = await runner.move(on_record, wanted, view.for_model(model), elapsed_s, self._seen_at or 0.0)
             if moved is not None:
                 self._rollouts[model] = moved
@@ -338,10 +338,7 @@ class Coordinator:
         """Put the version of a rollout, and its spec, on record again if they are lost: no node may know of it yet."""
         there, (known, spec_json) = await self._fleet.version(model, version), self._published.get(model, (None, None))
         if there is None and known is not None and known.version == version:
-            if spec_json is not None:
-                await self._fleet.put_spec(model, version, spec_json)
-            await self._fleet.put_version(known)
-            logger.warning("the registry had lost version %d of %s: restored", version, model)
+            await self._fleet.restore_version(known, spec_json)
         elif there is not None and there != known:
             self._published[model] = there, await self._fleet.spec(model, version)
 

@@ -96,14 +96,10 @@ class Remembered:
             elif key in self._published:
                 record, spec_json = self._published[key]
                 try:
-                    if spec_json is not None:
-                        await self._fleet.put_spec(record.model, record.version, spec_json)
-                    await self._fleet.put_version(record)
+                    await self._fleet.restore_version(record, spec_json)
                 except RegistryConflictError as error:
                     # Published anew meanwhile, as something else: what is there counts.
                     logger.warning("version %d of %s is not restored: %s", record.version, record.model, error)
-                else:
-                    logger.warning("the registry had lost version %d of %s: restored", record.version, record.model)
         for model in self.desired:
             rollout = rollout_key(model)
             entry = await self._fleet.registry.get(rollout)
