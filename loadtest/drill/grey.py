@@ -105,7 +105,8 @@ async def placed(fleet: OracleFleet, proxy: TcpProxy, fault: Fault, number: int)
         try:
             yield child.spec.name
         finally:
-            os.kill(stopped, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGCONT)
     elif fault in DISKS:
         with filled(fleet.folder / DISKS[fault]):
             yield DISKS[fault]
@@ -126,9 +127,8 @@ async def _refusal(fleet: OracleFleet, config: GreyDrillConfig, fault: Fault, en
     if fault == "memory-deltas":
         async with running_trainer(fleet, config, Counter(), {}):
             await asyncio.sleep(ends - time.monotonic())
-            (report,) = [
-                node.report(config.model, live) for node in await fleet.registry.nodes() if node.node_id == MAPPED
-            ]
+            nodes = {node.node_id: node for node in await fleet.registry.nodes()}
+        report = nodes[MAPPED].report(config.model, live) if MAPPED in nodes else None
         return "" if report is None else report.reason
     larger = {"users": LARGER * config.users} if fault == "memory-version" else {}
     try:
