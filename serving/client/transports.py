@@ -11,8 +11,7 @@ import json
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, get_args
@@ -35,9 +34,11 @@ from serving.proto.shardrank.v1 import ranking_pb2
 Method = Literal["Rank", "Lookup", "GetModel"]
 Request: TypeAlias = ranking_pb2.RankRequest | ranking_pb2.LookupRequest | ranking_pb2.GetModelRequest
 Token = str | Callable[[], str]
+Exchanged: TypeAlias = tuple[httpx.Response, bytes]
 
 # An answer to a lookup of the server's default limit is 4 MiB.
 MAX_ANSWER_BYTES = 64 * 2**20
+_MAX_CONNECTIONS = 256
 _CONTENT_TYPE = "application/x-protobuf"
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -177,12 +178,13 @@ class GrpcTransport:
 class HttpTransport:
     """Calls over kept-alive connections. Raises OSError for a file that can't be used.
 
-    The deadline bounds each wait for the peer, and is compared between pieces of the answer; on a loop it ends calls.
+    The deadline bounds each wait for the peer, and is compared between pieces of the answer. On a loop a call that is
+    late or cancelled ends by that alone: httpcore's pool would keep what was cancelled on its way for good.
     """
 
     def __init__(self, target: Target, on_loop: bool) -> None:
         self._target = target
-        self._on_loop = on_loop
+        self._on_loop, self._free = on_loop, asyncio.Semaphore(_MAX_CONNECTIONS)
         verify: ssl.SSLContext | bool = False
         if target.is_tls:
             verify = ssl.create_default_context(cafile=target.ca)
@@ -194,12 +196,11 @@ class HttpTransport:
             trust_env=False,
             headers={"accept-encoding": "identity"},
             # A connection for each call at once, and none is closed because there are many.
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=256),
+            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS),
         )
 
     async def send(self, method: Method, request: Request, timeout_s: float, headers: Mapping[str, str]) -> bytes:
         """Make one call. Raises ShardrankError."""
-        ends, parts, size = time.monotonic() + timeout_s, [], 0
         verb, path, body = "GET", f"/v1/models/{quote(request.model, safe='')}", b""
         fields = [*self._target.authorization(), *headers.items()]
         if method != "GetModel":
@@ -207,30 +208,52 @@ class HttpTransport:
             fields += [("content-type", _CONTENT_TYPE), ("accept", _CONTENT_TYPE)]
         timeout = httpx.Timeout(timeout_s)
         message = self._client.build_request(verb, path, content=body or None, headers=fields, timeout=timeout)
+        exchange = self._exchange(message, time.monotonic() + timeout_s)
         try:
-            async with asyncio.timeout(timeout_s) if self._on_loop else nullcontext():
-                answer = self._client.send(message, stream=True)
-                response: httpx.Response = await answer if self._on_loop else answer
-                try:
-                    async for part in response.aiter_raw() if self._on_loop else _pieces(response):
-                        parts.append(part)
-                        size += len(part)
-                        if size > MAX_ANSWER_BYTES:
-                            problem = f"the answer has more than the {MAX_ANSWER_BYTES} bytes that a client takes"
-                            raise InternalError(problem, kind="answer_too_large")
-                        if time.monotonic() > ends:
-                            raise TimeoutError
-                finally:
-                    await response.aclose() if self._on_loop else response.close()
+            response, body = await (self._until(timeout_s, exchange) if self._on_loop else exchange)
         except (httpx.TimeoutException, TimeoutError) as error:
             raise DeadlineExceededError(f"no answer within {1000 * timeout_s:.0f} ms") from error
         except (httpx.HTTPError, OSError) as error:
             # What TLS refuses after its handshake comes through httpx as it is.
             raise UnavailableError(f"{self._target.address}: {type(error).__name__}: {error}") from error
-        body = b"".join(parts)
         if response.status_code != httpx.codes.OK:
             raise http_error(response.status_code, body, response.headers.get("retry-after"))
         return _described(body) if method == "GetModel" else body
+
+    async def _until(self, timeout_s: float, exchange: Coroutine[Any, Any, Exchanged]) -> Exchanged:
+        """Wait for an exchange, which goes on if it is late. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            try:
+                await self._free.acquire()
+            except BaseException:
+                exchange.close()
+                raise
+            exchanging = asyncio.ensure_future(exchange)
+            exchanging.add_done_callback(self._ended)
+            return await asyncio.shield(exchanging)
+
+    def _ended(self, exchanging: asyncio.Future[Exchanged]) -> None:
+        self._free.release()
+        if not exchanging.cancelled():
+            exchanging.exception()
+
+    async def _exchange(self, message: httpx.Request, ends: float) -> Exchanged:
+        if time.monotonic() > ends:
+            raise TimeoutError
+        parts, size, answer = [], 0, self._client.send(message, stream=True)
+        response: httpx.Response = await answer if self._on_loop else answer
+        try:
+            async for part in response.aiter_raw() if self._on_loop else _pieces(response):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_ANSWER_BYTES:
+                    problem = f"the answer has more than the {MAX_ANSWER_BYTES} bytes that a client takes"
+                    raise InternalError(problem, kind="answer_too_large")
+                if time.monotonic() > ends:
+                    raise TimeoutError
+        finally:
+            await response.aclose() if self._on_loop else response.close()
+        return response, b"".join(parts)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -7,6 +7,7 @@ import contextlib
 import http.server
 import json
 import pickle
+import re
 import socket
 import threading
 import time
@@ -334,6 +335,32 @@ async def test_over_http_503_and_connections_that_end_are_tried_again(kind):
             sent = [ranking_pb2.RankRequest.FromString(body) for _, _, body in stub.posts]
             assert [one.timeout_ms for one in sent] == [1000, 975, 925]
             assert {one.packed.schema_digest for one in sent} == {"d"}
+
+
+async def test_deadlines_that_pass_while_a_loop_is_held_up_cost_no_connection(monkeypatch):
+    """At whatever step of a call: a connection that is lost by one stays lost, until none of the pool is left."""
+    monkeypatch.setattr(transports, "_MAX_CONNECTIONS", 4)
+    async with await asyncio.start_server(answer_all, "127.0.0.1", 0) as server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with AsyncClient(address, retry=RetryPolicy(max_attempts=1)) as client:
+            for steps in range(40):
+                calls = [asyncio.ensure_future(client.rank("m", {}, {"film": [1]}, timeout_ms=30)) for _ in range(20)]
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                time.sleep(0.04)  # noqa: ASYNC251  # which is what is tested
+                await asyncio.gather(*calls, return_exceptions=True)
+            answers = await asyncio.gather(*(client.describe("m", timeout_ms=5000) for _ in range(20)))
+    assert [answer.version for answer in answers] == [3] * 20
+
+
+async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer each request with the description of a model."""
+    with closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            if length := re.search(rb"content-length: (\d+)", head.lower()):
+                await reader.readexactly(int(length[1]))
+            await asyncio.sleep(0.002)
+            writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 14\r\n\r\n{"version": 3}')
 
 
 @both_clients
