@@ -259,7 +259,8 @@ def test_settings_of_children_are_printed_without_passwords():
 
 
 @pytest.mark.parametrize(
-    ("section", "name"), [("coordinator", "owner"), ("shard_node", "node_id"), ("serve", "workers")]
+    ("section", "name"),
+    [("coordinator", "owner"), ("shard_node", "node_id"), ("serve", "workers"), ("serve", "http_port")],
 )
 def test_what_a_fleet_sets_for_each_process_is_no_setting_of_all(section, name):
     with pytest.raises(ValueError, match=rf"{section}\.{name}: the fleet sets it"):
