@@ -109,6 +109,7 @@ def test_bytes_are_the_growth_of_counters_for_each_answer():
     assert wire_bytes("", "") == wire_bytes(after, after) == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_every_arm_is_measured_and_has_the_same_scores(tmp_path: Path):
     arms = ("--cards", "1", "--shards", "2", "--transport", "unix,tcp", "--device", "cpu")

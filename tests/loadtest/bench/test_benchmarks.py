@@ -108,6 +108,7 @@ def checkout(tmp_path: Path):
     return folder
 
 
+@pytest.mark.nightly
 def test_two_checkouts_are_measured_in_alternation(bench, checkout: Path) -> None:
     tables, document = bench("serving", *SMALL, "--against", str(checkout))
     assert list(tables["mlp, 1 id a bag, json"]) == ["old", "new"]

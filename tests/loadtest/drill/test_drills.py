@@ -65,6 +65,7 @@ def test_broken(tmp_path: Path):
     assert (tmp_path / "kept" / "serve-0.log").stat().st_size > 0
 
 
+@pytest.mark.nightly
 def test_restart(tmp_path: Path):
     report = run(tmp_path, f"restart {SMALL}--shards 1 --cards 1 --rate 40")
     assert report["answers"] > 200
@@ -89,6 +90,7 @@ def test_grey(tmp_path: Path):
     assert min(fault["answered_share"] for fault in report["faults"].values()) > 0.5
 
 
+@pytest.mark.nightly
 def test_overload(tmp_path: Path):
     """Some is refused, even if the client begins two seconds late, as it does on a busy machine."""
     arguments = "overload --seconds 2 --factor 6 --normal-s 4 --capacity-s 1 --rows 1000 --deadline-ms 20"
