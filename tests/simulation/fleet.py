@@ -31,7 +31,7 @@ from serving.errors import RankingModelError
 from serving.formats.json_reader import JsonCodec
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from serving.observe.calls import VersionCounter
+from serving.observe.calls import Call, VersionCounter
 from serving.rank.batcher import Batcher
 from serving.rank.ranking import Ranking
 from serving.rank.replica import LoopReplica
@@ -129,8 +129,6 @@ class SimulatedReplica(LoopReplica):
             running.send(None)
         except StopIteration as stop:
             done.set_result(stop.value)
-        except Exception as error:
-            done.set_exception(error)
         else:
             running.close()
             raise AssertionError("blocking work waits for the loop")
@@ -257,6 +255,14 @@ class ServingProcess(Process):
         self.service = RankingService(
             LIMITS, None, self.clocks.monotonic, wall_clock=self.clocks.wall, begin=world.loop.begin_thread
         )
+        lease_fallback = self.service.lease_fallback
+
+        def counted(call: Call, error: BaseException) -> Any:
+            if lease := lease_fallback(call, error):
+                world.history.answers_of[call.version].append(world.loop.now)
+            return lease
+
+        setattr(self.service, "lease_fallback", counted)  # noqa: B010
         config = ServingConfig(
             node_id=name,
             store=world.store_path,

@@ -35,8 +35,7 @@ class Attempt:
     by: str
     numbers: set[int] = field(default_factory=set)
     acknowledged: set[int] = field(default_factory=set)
-    is_told_lost: bool = False
-    has_died: bool = False
+    may_be_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,12 @@ class History:
         """Note which of its deltas a trainer was told to be lost."""
         for attempt in self.attempts.values():
             if attempt.acknowledged & set(numbers) or attempt.numbers & set(numbers):
-                attempt.is_told_lost = attempt.is_told_lost or attempt.by == by
+                attempt.may_be_lost |= attempt.by == by
 
     def died(self, name: str) -> None:
-        """Note that a trainer is gone, with what it remembered."""
+        """Note that a trainer is gone, with what it remembered: whom a loss could be told."""
         for attempt in self.attempts.values():
-            attempt.has_died = attempt.has_died or attempt.by == name
+            attempt.may_be_lost |= attempt.by == name
 
     def written(self, entry: StreamEntry, rows: bytes) -> None:
         """Note an entry that was written to a stream."""
@@ -113,8 +112,11 @@ class History:
                 required |= {row: StreamRow(number, stamp) for row, stamp in stamps.items()}
         self.required[version, step] = sequence, bytes.fromhex(digest), required
 
-    def judge(self, answer: dict[str, Any], rows: list[int], digests: set[bytes]) -> None:
-        """Judge an answer to these rows; `digests` are of the entries of its stream. Raises ViolationError."""
+    def judge(self, answer: dict[str, Any], rows: list[int], digests: set[bytes]) -> str:
+        """Judge an answer to these rows; `digests` are of the entries of its stream. Raises ViolationError.
+
+        Returns what must not stay so: a dense step whose delta is lost.
+        """
         version, self.num_answers = answer["version"], self.num_answers + 1
         known = VERSIONS[version]
         codes = [decode(score) for score in answer["scores"]]
@@ -129,8 +131,7 @@ class History:
         if len(steps) > 1:
             raise ViolationError("mixed", f"dense steps {sorted(steps)} in one answer of version {version}")
         (step,) = steps
-        if step:
-            self._judge_step(version, step, dict(zip(rows, codes, strict=True)), digests)
+        return self._judge_step(version, step, dict(zip(rows, codes, strict=True)), digests) if step else ""
 
     def _judge_row(self, version: int, row: int, code: Code, bits: int) -> None:
         base = VERSIONS[version].base
@@ -142,12 +143,12 @@ class History:
             if attempt is None or row not in attempt.rows or code.row_version != base or attempt.base != base:
                 raise ViolationError("rows of another stream", f"{where}, {attempt}")
 
-    def _judge_step(self, version: int, step: int, codes: dict[int, Code], digests: set[bytes]) -> None:
+    def _judge_step(self, version: int, step: int, codes: dict[int, Code], digests: set[bytes]) -> str:
         if (version, step) not in self.required:
             raise ViolationError("dense step", f"version {version} answers with step {step}, which was not published")
         sequence, digest, required = self.required[version, step]
         if digest and digest not in digests:
-            return  # that delta is lost, which is noticed within seconds
+            return f"dense step {step} of version {version} answers, whose delta {sequence} is lost"
         for row, code in codes.items():
             needed = required.get(row)
             if needed is None or needed.number <= VERSIONS[version].last_delta or code.stamp == needed.stamp:
@@ -159,6 +160,7 @@ class History:
                     f"version {version}, step {step} needs delta {sequence}: row {row} has stamp {code.stamp} of "
                     f"{sorted(there)}, needed is {needed}",
                 )
+        return ""
 
     def expected_rows(self, version: int, stream: dict[int, Any]) -> dict[int, int]:
         """Return by row the stamp that it must have in the end."""
@@ -172,8 +174,7 @@ class History:
     def check_promises(self, streams: dict[int, dict[int, Any]], *, may_be_lost: bool) -> None:
         """Check that what was acknowledged is in its stream, or was told to be lost. Raises ViolationError."""
         for stamp, attempt in self.attempts.items():
-            # Whom a loss could be told may be gone.
-            if not attempt.acknowledged or ((attempt.is_told_lost or attempt.has_died) and may_be_lost):
+            if not attempt.acknowledged or (attempt.may_be_lost and may_be_lost):
                 continue
             there = {
                 number for number, _, stamps in entries_of(streams.get(attempt.base, {})) if stamp in stamps.values()

@@ -32,6 +32,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.now = 0.0
         self.network: Network | None = None
         self.work_s: Callable[[], float] = lambda: 0.001
+        self.thread_s: Callable[[], float] = lambda: 0.001
         self.in_executor = False
         self.failures: list[dict[str, Any]] = []
         # Tasks of killed processes stay until the end: collected, their `finally` clauses would run.
@@ -91,6 +92,13 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """Do it a moment later, all at once; nothing else happens meanwhile."""
+        return self._run_after(self.work_s(), func, *args)
+
+    def begin_thread(self, work: Callable[[], object], name: str, *, low_priority: bool) -> None:
+        """Do work that has a thread of its own elsewhere, as `run_in_executor` does."""
+        self._run_after(self.thread_s(), work)
+
+    def _run_after(self, delay_s: float, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         future = self.create_future()
 
         def run() -> None:
@@ -99,26 +107,17 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self.in_executor = True
             try:
                 future.set_result(func(*args))
-            except StopIteration as error:
-                future.set_exception(RuntimeError(str(error)))
             except Exception as error:
                 future.set_exception(error)
             finally:
                 self.in_executor = False
 
-        self.call_later(self.work_s(), run)
+        self.call_later(delay_s, run)
         return future
 
     async def create_connection(self, protocol_factory: Any, host: str, port: int, **options: Any) -> Any:
         assert self.network is not None
         return await self.network.connect(protocol_factory, (host, port))
-
-    async def shutdown_asyncgens(self) -> None:
-        pass
-
-    def begin_thread(self, work: Callable[[], object], name: str, *, low_priority: bool) -> None:
-        """Do work that has a thread of its own elsewhere, as `run_in_executor` does."""
-        self.run_in_executor(None, work)
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
         """Run until `main` is done. Raises as it does, or StuckError."""

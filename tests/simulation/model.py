@@ -107,21 +107,15 @@ def model_spec() -> ModelSpec:
     )
 
 
-class Snapshots(NamedTuple):
-    """All versions, exported once for all seeds."""
-
-    store: Path
-    records: dict[int, PublishedVersion]
-    spec_json: str
-
-
 @functools.cache
-def snapshots() -> Snapshots:
-    """Export all versions, into a folder in memory where there is one, which is removed when the interpreter ends."""
+def snapshots() -> tuple[Path, dict[int, PublishedVersion], str, Any]:
+    """Export all versions, once for all seeds, into a folder in memory where there is one.
+
+    Returns their store, records and description, and what removes the folder when the interpreter ends.
+    """
     where = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = tempfile.TemporaryDirectory(prefix="simulation-", dir=where)
     store, spec, records = Path(folder.name), model_spec(), {}
-    _kept.append(folder)
     rows = np.arange(NUM_ROWS)
     for number, version in VERSIONS.items():
         path = export_snapshot(
@@ -142,7 +136,4 @@ def snapshots() -> Snapshots:
             rows_bytes=NUM_ROWS * DIM * 4,
             published_at=1.0,
         )
-    return Snapshots(store, records, spec.model_dump_json())
-
-
-_kept: list[Any] = []
+    return store, records, spec.model_dump_json(), folder

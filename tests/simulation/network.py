@@ -114,7 +114,6 @@ class Stream(asyncio.Transport):
         self._protocol: Any = None
         self._context = contextvars.copy_context()
         self._arrives_at = 0.0
-        self._held: list[bytes] | None = None
         self.is_closed = self._is_lost = False
 
     def begin(self, factory: Callable[[], Any]) -> None:
@@ -134,17 +133,6 @@ class Stream(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return 0
-
-    def can_write_eof(self) -> bool:
-        return False
-
-    def pause_reading(self) -> None:
-        self._held = self._held or []
-
-    def resume_reading(self) -> None:
-        held, self._held = self._held or [], None
-        for data in held:
-            self._take(data)
 
     def write(self, data: Any) -> None:
         self.writelines((data,))
@@ -178,9 +166,6 @@ class Stream(asyncio.Transport):
 
     def _take(self, data: bytes) -> None:
         if self._is_lost:
-            return
-        if self._held is not None:
-            self._held.append(data)
             return
         view = memoryview(data)
         while view and not self._is_lost:

@@ -261,36 +261,6 @@ class RegistryClient:
         except ConnectionError as error:
             raise RegistryUnavailableError(f"registry {self.name}: {error}") from error
 
-    async def get(self, key: str) -> Entry | None:
-        return await self._do("get", check_key(key))
-
-    async def entries(self, prefix: str) -> dict[str, Entry]:
-        return await self._do("entries", check_key(prefix, "prefix"))
-
-    async def put(self, key: str, value: bytes, expected_revision: int) -> int:
-        return await self._do("put", check_key(key, value=value), value, expected_revision)
-
-    async def delete(self, key: str, expected_revision: int) -> None:
-        await self._do("delete", check_key(key), expected_revision)
-
-    async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        await self._do("announce", check_key(key, value=value, ttl_s=ttl_s), value, ttl_s)
-
-    async def withdraw(self, key: str) -> None:
-        await self._do("withdraw", check_key(key))
-
-    async def announced(self, prefix: str) -> dict[str, bytes]:
-        return await self._do("announced", check_key(prefix, "prefix"))
-
-    async def acquire(self, key: str, owner: str, ttl_s: float) -> bool:
-        return await self._do("acquire", check_key(key, owner=owner, ttl_s=ttl_s), owner, ttl_s)
-
-    async def release(self, key: str, owner: str) -> None:
-        await self._do("release", check_key(key, owner=owner), owner)
-
-    async def holder(self, key: str) -> str | None:
-        return await self._do("holder", check_key(key))
-
     async def append(self, stream: str, sequence: int, payload: bytes, by: Publisher = ANYBODY) -> None:
         check_entry(stream, StreamEntry(sequence, payload))
         await self._acknowledged(by, "append", stream, sequence, payload, by)
@@ -309,32 +279,40 @@ class RegistryClient:
             if self._server.term != term:
                 raise RegistryUnavailableError("the connection was lost in a failover")
 
-    async def next_token(self, stream: str, publisher: str) -> int:
-        return await self._do("next_token", check_stream(stream), check_publisher(publisher))
-
-    async def read_rows(self, stream: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
-        return await self._do("read_rows", check_stream(stream), ranges)
-
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
     ) -> list[StreamEntry]:
         check_stream(stream, max_entries=max_entries, max_bytes=max_bytes)
         return await self._do("read", stream, after, max_entries, max_bytes)
 
-    async def bounds(self, stream: str) -> StreamBounds:
-        return await self._do("bounds", check_stream(stream))
-
-    async def stream_size(self, stream: str) -> tuple[int, int]:
-        return await self._do("stream_size", check_stream(stream))
-
     async def max_stream_bytes(self) -> float:
         return 1e9
 
-    async def trim(self, stream: str, before: int) -> None:
-        await self._do("trim", check_stream(stream), before)
-
     async def close(self) -> None:
         pass
+
+
+CALLS = """
+get key, entries prefix, put key value expected_revision, delete key expected_revision, announce key value ttl_s,
+withdraw key, announced prefix, acquire key owner ttl_s, release key owner, holder key, next_token stream publisher,
+read_rows stream ranges, bounds stream, stream_size stream, trim stream before
+"""
+"""What clients ask as it is, and with what."""
+
+
+def _method(name: str, fields: list[str]) -> Any:
+    async def method(client: RegistryClient, *arguments: Any, **named: Any) -> Any:
+        given = dict(zip(fields, (*arguments, *named.values()), strict=True))
+        checked = {field: value for field, value in given.items() if field in ("value", "owner", "ttl_s")}
+        check_key(given[fields[0]], fields[0], **checked)
+        check_publisher(given.get("publisher", ""))
+        return await client._do(name, *given.values())
+
+    return method
+
+
+for _name, *_fields in map(str.split, CALLS.split(",")):
+    setattr(RegistryClient, _name, _method(_name, _fields))
 
 
 class CrashableFiles(DiskFiles):

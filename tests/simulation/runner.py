@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from tests.simulation.history import ViolationError
-from tests.simulation.loop import StuckError
+from tests.simulation.loop import PROCESS, StuckError
 from tests.simulation.scenario import Scenario, draw
-from tests.simulation.world import TraceHandler, World
+from tests.simulation.world import World
 
 COLLECT_EVERY = 20
 MAX_TRIES = 80
@@ -30,7 +31,8 @@ class Outcome(NamedTuple):
 def run(scenario: Scenario, *, verbose: bool = False) -> Outcome:
     """Run a scenario."""
     world, root = World(scenario, verbose=verbose), logging.getLogger()
-    handler, level = TraceHandler(world), root.level
+    handler, level = logging.Handler(), root.level
+    setattr(handler, "emit", partial(_note, world))  # noqa: B010
     logging.disable(logging.NOTSET if verbose else logging.CRITICAL)
     if verbose:
         root.addHandler(handler)
@@ -49,6 +51,11 @@ def run(scenario: Scenario, *, verbose: bool = False) -> Outcome:
         root.removeHandler(handler)
         root.setLevel(level)
     return Outcome("", "", world)
+
+
+def _note(world: World, record: logging.LogRecord) -> None:
+    process = PROCESS.get()
+    world.note("" if process is None else process.name, f"[{record.levelname}] {record.getMessage()}")
 
 
 def run_many(
@@ -134,12 +141,8 @@ def shrink(failed: Outcome, seconds: float) -> Outcome:
 def report(failed: Outcome, seed: int) -> str:
     """Return what was found, in a page."""
     scenario, world = failed.world.scenario, failed.world
-    lines = [f"seed {seed}: {failed.text}", "", *_fleet(scenario), *(f"  {event}" for event in scenario.events), ""]
+    fleet = (f"{name} {value}" for name, value in vars(scenario).items() if name not in ("seed", "events"))
+    lines = [f"seed {seed}: {failed.text}", "", ", ".join(fleet), *(f"  {event}" for event in scenario.events), ""]
     trace = [entry for entry in world.trace if " is delta " not in entry[2]]
     lines += [f"{at:9.3f} {who:14} {text}"[:240] for at, who, text in trace[-TRACE_LINES:]]
     return "\n".join([*lines, "", f"python -m tests.simulation --seed {seed} --verbose"])
-
-
-def _fleet(scenario: Scenario) -> list[str]:
-    fields = {name: getattr(scenario, name) for name in scenario.__dataclass_fields__ if name not in ("seed", "events")}
-    return [", ".join(f"{name} {value}" for name, value in fields.items())]

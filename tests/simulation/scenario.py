@@ -39,6 +39,7 @@ class Scenario:
     loss: float = 0.0
     duplicates: float = 0.0
     memory_versions: int = 2
+    load_s: float = 0.05
     pause_s: float = 0.8
     train_until_s: float = 1000.0
     skews_s: tuple[float, ...] = ()
@@ -65,16 +66,18 @@ def draw(seed: int) -> Scenario:
         publishers=random.choice(((1,), (1,), (1, 1), (1, 3))),
         files=files,
         min_replicas=0 if files else random.choice((0, 1)),
-        lag_s=random.choice((0.0, 0.05, 1.0)),
+        lag_s=random.choice((0.0, 0.05, 1.0, 2.5)),
         loss=random.choice((0.0, 0.0, 0.01, 0.05)),
         duplicates=random.choice((0.0, 0.01)),
         memory_versions=random.choice((1, 2, 3)),
+        load_s=random.choice((0.05, 0.05, 4.0)),
         pause_s=random.choice((0.8, 0.8, 0.8, 6.0)),
         train_until_s=random.choice((25.0, 45.0, 1000.0)),
     )
     names = scenario.processes()
     skews_s = tuple(0.0 if files else random.choice((0.0, 0.0, 0.5, -0.5, 3600.0, -3600.0)) for _ in names)
-    events = [*_rollouts(random, scenario), *_faults(random, scenario, names)]
+    events = _rollouts(random, scenario)
+    events += _faults(random, scenario, names, [event.at_s for event in events if event.kind == "rollout"])
     return replace(scenario, skews_s=skews_s, events=tuple(sorted(events, key=lambda event: event.at_s)))
 
 
@@ -90,29 +93,33 @@ def _rollouts(random: Random, scenario: Scenario) -> list[Event]:
         events.append(Event(at_s, "rollout", (version, share, bake_s, strategy)))
         if random.random() < 0.25:
             events.append(Event(at_s + random.uniform(0.5, 25.0), random.choice(("abort", "roll_back"))))
-        if random.random() < 0.3:
-            events.append(Event(at_s + random.uniform(4.0, 10.0), "name_versions", (version,), 10.0))
+        if random.random() < 0.4:
+            events.append(Event(at_s + random.uniform(4.0, 10.0), "name_versions", (version,), 25.0))
         at_s += random.uniform(15.0, 40.0)
     return events
 
 
-def _faults(random: Random, scenario: Scenario, names: list[str]) -> list[Event]:
+def _faults(random: Random, scenario: Scenario, names: list[str], rollouts_s: list[float]) -> list[Event]:
     events = []
     nodes = [name for name in names if name.startswith("shard")]
     kinds = ["crash"] * 5 + ["partition"] * 3 + ["slow", "slow", "clock", "clock", "disk", "disk"]
     kinds += ["power", "power", "registry_disk"] if scenario.files else ["failover"] * 4 + ["registry_down"]
     for _ in range(random.choice((0, 1, 2, 3, 4, 6))):
         at_s, lasts_s = random.uniform(5.0, FAULTS_UNTIL_S), random.choice((0.5, 2.0, 5.0, 12.0))
+        if random.random() < 0.5:
+            at_s = random.choice(rollouts_s) + random.uniform(0.0, 20.0)
         kind, name = random.choice(kinds), random.choice(names)
         what: tuple[Any, ...] = (name,)
         if kind == "crash":
             lasts_s = random.choice((0.3, 2.0, 6.0))
         elif kind == "slow":
-            what, lasts_s = (name, random.choice((0.1, 0.25))), 15.0
+            name = random.choice([one for one in names if one.startswith(("shard", "serve"))])
+            what, lasts_s = (name, random.choice((0.1, 0.25, 0.4))), 25.0
         elif kind == "partition":
             other = random.choice([*(other for other in names if other != name), "registry", "registry"])
             what = (name, other, random.choice(("both", "to", "from")))
         elif kind == "clock":
+            name = random.choice((name, "coordinator-0"))
             what, lasts_s = (name, random.choice((-3600.0, -2.0, 2.0, 60.0, 3600.0))), 0.0
             if scenario.files:
                 continue

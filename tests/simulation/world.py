@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from loader.errors import RegistryConflictError, RegistryUnavailableError, RolloutError, ShardrankError
+from loader.errors import (
+    DeadlineExceededError,
+    OverloadedError,
+    RegistryConflictError,
+    RegistryUnavailableError,
+    RolloutError,
+    ShardrankError,
+)
 from loader.registry.fleet import DenseStep, FleetRecord, FleetRegistry, WantedModel, delta_stream, rollout_key
 from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.guards import GuardLimits
@@ -28,7 +34,7 @@ from tests.simulation.fleet import (
     ShardProcess,
 )
 from tests.simulation.history import History, ViolationError, entries_of
-from tests.simulation.loop import PROCESS, SimulatedLoop
+from tests.simulation.loop import SimulatedLoop
 from tests.simulation.model import MAX_STAMP, MAX_STEP, MODEL, NUM_ROWS, SCALE, VERSIONS, row_values, snapshots
 from tests.simulation.network import Network
 from tests.simulation.processes import Clocks, Process
@@ -42,6 +48,8 @@ STEADY_S = 6.0
 """For so long a way must have been there before a request that may not fail: ejections and back-off have passed."""
 KNOWN_S = 3.0
 """How long ago a process may have been told what it still answers by: a poll, and a reconciliation."""
+RECOVERY_S = 20.0
+"""After a process or the registry was gone, or could not be reached, until it is as if it never had been."""
 PATIENCE_S = 3.0
 """Of a client, over all of its tries."""
 GUARDS = GuardLimits(min_requests=5, max_p99_ratio=1e6, p99_slack_ms=1e6)
@@ -56,11 +64,11 @@ class World:
         self.scenario, self.verbose = scenario, verbose
         self.random, self.loop = Random(scenario.seed), SimulatedLoop()
         self.loop.work_s = lambda: self.random.uniform(0.001, 0.05)
+        self.loop.thread_s = lambda: self.random.uniform(0.001, scenario.load_s)
         self.network = self.loop.network = Network(self.loop, Random(self.random.random()))
         self.network.loss, self.network.duplicates = scenario.loss, scenario.duplicates
         self.num_shards, self.memory_versions = scenario.num_shards, scenario.memory_versions
-        known = snapshots()
-        self.store_path, self.records, self._spec_json = known
+        self.store_path, self.records, self._spec_json, _ = snapshots()
         names = scenario.processes()
         skews = dict(zip(names, scenario.skews_s or (0.0,) * len(names), strict=True))
         self.clocks = {name: Clocks(self.loop, skews[name]) for name in names}
@@ -80,6 +88,11 @@ class World:
         self._named: tuple[int, ...] = ()
         self._broken: ViolationError | None = None
         self._way_since: float | None = None
+        # Since when nothing is in the way of any request; None if there is something.
+        self._calm_since: float | None = None
+        self._disturbed_until = 0.0
+        # What was wrong with the last answer of each serving process.
+        self._wrong: dict[str, str] = {}
         # What each serving process was last seen to know, by its epoch, and when.
         self._known: dict[tuple[str, int], tuple[float, WantedModel]] = {}
         self._numbers = 0
@@ -219,6 +232,7 @@ class World:
             self._graveyard.append(process)
             self.network.closed(process)
             self.history.died(name)
+            self._wrong.pop(name, None)
             self._observe()
 
     def restart(self, name: str) -> None:
@@ -236,6 +250,8 @@ class World:
         # With a replica that is left, the others change nothing for a client.
         is_in_the_way = kind in ("partition", "power")
         self._unhealed += is_in_the_way
+        if is_in_the_way or kind in ("crash", "failover"):
+            self._disturbed_until = max(self._disturbed_until, self.loop.now + event.lasts_s + RECOVERY_S)
         heal = self._break(kind, what)
         await asyncio.sleep(event.lasts_s)
         for each in heal:
@@ -342,47 +358,65 @@ class World:
         named = "" if version is None else f', "version": {version}'
         self._numbers += 1
         key = f', "request_id": "{self._numbers}"'
-        body = f'{{"candidates": {{"sparse": {{"item": [{items}]}}}}{named}{key}}}'.encode()
+        body = f'{{"candidates": {{"sparse": {{"item": [{items}]}}}}{named}{key}}}'
+        errs = random.random() < 0.1
+        if errs:
+            body = random.choice((body[:-1], body.replace("item", "user"), body.replace("[[", '[["x"], [')))
         began, was_steady = self.loop.now, self._steady_since()
         order = random.sample(sorted(self.processes), len(self.processes))
-        servers = [name for name in order if name.startswith("serve")] * 3
+        servers = [name for name in order if name.startswith("serve")]
+        retries = random.random() < 0.8
         failures: list[str] = []
-        for name in servers:
+        for name in servers * 3 if retries else servers[:1]:
             left = began + PATIENCE_S - self.loop.now
             if left <= 0:
                 break
             try:
                 async with asyncio.timeout(min(left, 1.2)):
-                    answer = await self.network.call("client", name, partial(self._serve, name, body, version))
+                    work = partial(self._serve, name, body.encode(), version, errs)
+                    answer = await self.network.call("client", name, work)
             except (TimeoutError, ConnectionError, ShardrankError) as error:
+                if errs and isinstance(error, ShardrankError) and error.http_status < 500:
+                    return
                 failures.append(f"{name}: {type(error).__name__}: {error}")
                 await asyncio.sleep(0.05)
                 continue
             self._judge(name, answer, rows, version)
+            if errs:
+                self._broken = self._broken or ViolationError("bad request answered", body)
             return
         since = self._steady_since()
-        if was_steady is None or since is None or began - since < STEADY_S:
+        if was_steady is None or since is None or began - since < STEADY_S or not retries:
             return
         # Who names a version that is not here is told so.
         if version is None or not any("NotFoundError" in failure or "gone" in failure for failure in failures):
             self._broken = self._broken or ViolationError("request fails", "; ".join(failures))
 
-    def _answered(self, named: int | None, answering: asyncio.Task[Any]) -> None:
-        """Count what guards count: answers, and what is the server's fault."""
-        if named is None and not answering.cancelled():
+    def _answered(self, name: str, named: int | None, calm_since: float | None, answering: asyncio.Task[Any]) -> None:
+        """Count what guards count, answers and what is the server's fault; in a calm nothing is."""
+        if answering.cancelled():
+            return
+        error = answering.exception()
+        says = "" if error is None else f"{name}: {type(error).__name__}: {error}"
+        if named is None:
             # Of an error it is not said which version's it was.
-            versions = VERSIONS if answering.exception() is not None else (answering.result()["version"],)
-            for version in versions:
+            for version in VERSIONS if says else (answering.result()["version"],):
                 self.history.answers_of[version].append(self.loop.now)
+            self._wrong[name] = says
+        is_slow = any(event.kind == "slow" for event in self.scenario.events)
+        is_late = is_slow and isinstance(error, DeadlineExceededError | OverloadedError)
+        if says and not is_late and calm_since is not None and self._calm_since == calm_since:
+            self._broken = self._broken or ViolationError("request fails in a calm", says)
 
-    async def _serve(self, name: str, body: bytes, named: int | None) -> Any:
+    async def _serve(self, name: str, body: bytes, named: int | None, errs: bool) -> Any:
         process = self.processes[name]
         if not process.is_running:
             raise ConnectionRefusedError(f"{name} is gone")
         assert isinstance(process, ServingProcess)
         began, live = self.loop.now, process.service.live(MODEL)
         answering = process.start(process.ask(body))
-        answering.add_done_callback(partial(self._answered, named))
+        if not errs and (named is None or (MODEL, named) in process.member.loaded()):
+            answering.add_done_callback(partial(self._answered, name, named, self._calm_since))
         while not answering.done():
             await asyncio.wait([answering], timeout=0.5)
             if not process.is_running:
@@ -394,7 +428,8 @@ class World:
         version = answer["version"]
         digests = {digest for _, digest, _ in entries_of(self.stream(VERSIONS[version].base))}
         try:
-            self.history.judge(answer, rows, digests)
+            if lost := self.history.judge(answer, rows, digests):
+                self._wrong[name] = lost
             if named is not None and version != named:
                 raise ViolationError("another version than named", f"{version} answers, {named} was named")
             if named is None and version not in (known := self._may_answer(name, began, live)):
@@ -424,6 +459,10 @@ class World:
             self._way_since = None
         elif self._way_since is None:
             self._way_since = self.loop.now
+        if self.loop.now < self._disturbed_until or self.network.loss or sum(self.network.slow_s.values()) > 0.45:
+            self._calm_since = None
+        elif self._calm_since is None and all(map(self._has_way, self.of(ServingProcess))):
+            self._calm_since = self.loop.now
 
     def _has_way(self, server: ServingProcess) -> bool:
         """Return whether a serving process reaches a node of each shard, with its live version or the fallback."""
@@ -443,7 +482,8 @@ class World:
 
     def _steady_since(self) -> float | None:
         """Return since when there is a way; None if there is none, or faults are in it."""
-        if self._unhealed or self.network.loss or self._way_since is None:
+        is_too_slow = sum(self.network.slow_s.values()) > PATIENCE_S / 12
+        if self._unhealed or self.network.loss or self._way_since is None or is_too_slow:
             return None
         return max(self._way_since, self._last_fault_s)
 
@@ -530,6 +570,8 @@ class World:
         for server in self.of(ServingProcess):
             if not server.is_ready or server.service.live(MODEL) != wanted.live:
                 lags.append(f"{server.name} answers with {server.service.live(MODEL)}, not {wanted.live}")
+            if wrong := self._wrong.get(server.name):
+                lags.append(f"{server.name}: {wrong}")
         return lags
 
     async def _quiet(self) -> None:
@@ -566,15 +608,3 @@ class World:
 
 def _answering(record: WantedModel) -> list[int | None]:
     return [record.live, record.fallback, None if record.canary is None else record.canary.version]
-
-
-class TraceHandler(logging.Handler):
-    """Adds what processes log to the trace."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        process = PROCESS.get()
-        self._world.note("" if process is None else process.name, f"[{record.levelname}] {record.getMessage()}")
