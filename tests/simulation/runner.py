@@ -16,7 +16,6 @@ from tests.simulation.scenario import Scenario, draw
 from tests.simulation.world import World
 
 COLLECT_EVERY = 20
-MAX_TRIES = 80
 TRACE_LINES = 40
 
 
@@ -98,18 +97,9 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
     """Return what may be simpler: without one of its events, then with fewer processes and less that goes wrong."""
     for index in reversed(range(len(scenario.events))):
         yield replace(scenario, events=scenario.events[:index] + scenario.events[index + 1 :])
-    changes: list[dict[str, object]] = [
-        {"publishers": scenario.publishers[:1]},
-        {"coordinators": 1},
-        {"serving": 1},
-        {"num_shards": 1},
-        {"replicas": max(1, scenario.replicas - 1)},
-        {"loss": 0.0},
-        {"duplicates": 0.0},
-        {"lag_s": 0.0},
-    ]
-    for change in changes:
-        changed = replace(scenario, **change)  # type: ignore[arg-type]
+    least = Scenario(0, num_shards=1, replicas=max(1, scenario.replicas - 1), serving=1, lag_s=0.0)
+    for name in ("publishers", "coordinators", "serving", "num_shards", "replicas", "loss", "duplicates", "lag_s"):
+        changed = replace(scenario, **{name: getattr(least, name)})
         if changed != scenario:
             names = changed.processes()
             known = dict(zip(scenario.processes(), scenario.skews_s, strict=True))
@@ -123,18 +113,11 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
 
 def shrink(failed: Outcome, seconds: float) -> Outcome:
     """Return the simplest scenario that was found in so many seconds to break the same rule."""
-    until, tries = time.monotonic() + seconds, 0
-    is_smaller = True
-    while is_smaller:
-        is_smaller = False
-        for scenario in smaller(failed.world.scenario):
-            tries += 1
-            if tries > MAX_TRIES or time.monotonic() > until:
-                return failed
-            outcome = run(scenario)
-            if outcome.rule == failed.rule:
-                failed, is_smaller = outcome, True
-                break
+    until, candidates = time.monotonic() + seconds, smaller(failed.world.scenario)
+    while (scenario := next(candidates, None)) is not None and time.monotonic() < until:
+        outcome = run(scenario)
+        if outcome.rule == failed.rule:
+            failed, candidates = outcome, smaller(outcome.world.scenario)
     return failed
 
 
