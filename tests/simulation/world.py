@@ -93,6 +93,8 @@ class World:
         self._disturbed_until = 0.0
         # What was wrong with the last answer of each serving process.
         self._wrong: dict[str, str] = {}
+        # Since when each shard node has had each version.
+        self._held_since: dict[tuple[str, int], float] = {}
         # What each serving process was last seen to know, by its epoch, and when.
         self._known: dict[tuple[str, int], tuple[float, WantedModel]] = {}
         self._numbers = 0
@@ -386,10 +388,8 @@ class World:
                 self._broken = self._broken or ViolationError("bad request answered", body)
             return
         since = self._steady_since()
-        if was_steady is None or since is None or began - since < STEADY_S or not retries:
-            return
-        # Who names a version that is not here is told so.
-        if version is None or not any("NotFoundError" in failure or "gone" in failure for failure in failures):
+        # A version that is named has no fallback.
+        if was_steady is not None and since is not None and began - since >= STEADY_S and retries and version is None:
             self._broken = self._broken or ViolationError("request fails", "; ".join(failures))
 
     def _answered(self, name: str, named: int | None, calm_since: float | None, answering: asyncio.Task[Any]) -> None:
@@ -455,6 +455,11 @@ class World:
             record = server.member.agent.desired.get(MODEL)
             if record is not None:
                 self._known[server.name, record.epoch] = self.loop.now, record
+        nodes = self.of(ShardProcess)
+        held = [
+            (node.name, one.version) for node in nodes for one in node.node.generations.all() if one.state != "draining"
+        ]
+        self._held_since = {key: self._held_since.get(key, self.loop.now) for key in held}
         if not any(map(self._has_way, self.of(ServingProcess))):
             self._way_since = None
         elif self._way_since is None:
@@ -477,8 +482,8 @@ class World:
         return False
 
     def _answers(self, node: ShardProcess, version: int) -> bool:
-        generations = node.node.generations
-        return any(each.version == version and each.state != "draining" for each in generations.all())
+        since = self._held_since.get((node.name, version), self.loop.now)
+        return self.loop.now - since >= KNOWN_S
 
     def _steady_since(self) -> float | None:
         """Return since when there is a way; None if there is none, or faults are in it."""
