@@ -88,9 +88,8 @@ class World:
         self._named: tuple[int, ...] = ()
         self._broken: ViolationError | None = None
         self._way_since: float | None = None
-        # Since when nothing is in the way of any request; None if there is something.
-        self._calm_since: float | None = None
-        self._disturbed_until = 0.0
+        # Since when nothing is in the way of any request; below 0 if there is something.
+        self._calm_since, self._disturbed_until = -1.0, 0.0
         # What was wrong with the last answer of each serving process.
         self._wrong: dict[str, str] = {}
         # Since when each shard node has had each version.
@@ -249,7 +248,6 @@ class World:
         if kind in ("rollout", "abort", "roll_back"):
             await self._operate(kind, what)
             return
-        # With a replica that is left, the others change nothing for a client.
         is_in_the_way = kind in ("partition", "power")
         self._unhealed += is_in_the_way
         if is_in_the_way or kind in ("crash", "failover"):
@@ -392,7 +390,7 @@ class World:
         if was_steady is not None and since is not None and began - since >= STEADY_S and retries and version is None:
             self._broken = self._broken or ViolationError("request fails", "; ".join(failures))
 
-    def _answered(self, name: str, named: int | None, calm_since: float | None, answering: asyncio.Task[Any]) -> None:
+    def _answered(self, name: str, named: int | None, calm_since: float, answering: asyncio.Task[Any]) -> None:
         """Count what guards count, answers and what is the server's fault; in a calm nothing is."""
         if answering.cancelled():
             return
@@ -405,7 +403,7 @@ class World:
             self._wrong[name] = says
         is_slow = any(event.kind == "slow" for event in self.scenario.events)
         is_late = is_slow and isinstance(error, DeadlineExceededError | OverloadedError)
-        if says and not is_late and calm_since is not None and self._calm_since == calm_since:
+        if says and not is_late and self._calm_since == calm_since >= 0:
             self._broken = self._broken or ViolationError("request fails in a calm", says)
 
     async def _serve(self, name: str, body: bytes, named: int | None, errs: bool) -> Any:
@@ -465,8 +463,8 @@ class World:
         elif self._way_since is None:
             self._way_since = self.loop.now
         if self.loop.now < self._disturbed_until or self.network.loss or sum(self.network.slow_s.values()) > 0.45:
-            self._calm_since = None
-        elif self._calm_since is None and all(map(self._has_way, self.of(ServingProcess))):
+            self._calm_since = -1.0
+        elif self._calm_since < 0 and all(map(self._has_way, self.of(ServingProcess))):
             self._calm_since = self.loop.now
 
     def _has_way(self, server: ServingProcess) -> bool:
