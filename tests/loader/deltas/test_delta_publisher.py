@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -195,6 +196,28 @@ async def test_a_stream_that_lost_its_end_and_was_written_to_the_same_number_doe
     assert lost.value.sequences == (2,)
     assert await publisher.publish("int8", [1], ONES) == 3
     assert await published_rows(directory) == [[0], [5], [1]]
+
+
+@pytest.mark.parametrize("calls", range(4, 12))
+async def test_losses_are_told_though_the_registry_fails_while_they_are_looked_for(
+    directory, snapshot, tmp_path, calls
+):
+    await register_version(directory, snapshot)
+    registry = InterruptedRegistry(directory)
+
+    async def mend(_seconds):
+        registry.calls_left = math.inf
+
+    publisher = AsyncDeltaPublisher(registry, MODEL, 1, sleep=mend)
+    with earlier_state(directory, tmp_path / "then"):
+        assert [await publisher.publish("int8", [row], ONES) for row in (1, 2)] == [1, 2]
+    other = AsyncDeltaPublisher(directory, MODEL, 1)
+    assert [await other.publish("int8", [row], ONES) for row in (3, 4)] == [1, 2]
+    registry.calls_left = calls
+    with pytest.raises(DeltaLostError) as lost:
+        await publisher.publish("int8", [5], ONES)
+    assert registry.calls_left == math.inf
+    assert lost.value.sequences == (1, 2)
 
 
 async def test_what_two_lost_with_the_whole_stream_is_told_to_both(directory, snapshot):
