@@ -413,19 +413,21 @@ class AsyncDeltaPublisher:
         # Read after what nodes report, so that what others append meanwhile is in it.
         bounds = await registry.bounds(self._stream)
         last = await self._entry(bounds.last) or StreamEntry(bounds.last, b"")
-        self._last = last if bounds.last else None
-        self._tail = await self._read_tail(last)
-        if is_new:
-            self._lost.update(range(max(bounds.last, self._contained) + 1, known + 1))
-        first = await self._entry(bounds.first)
+        tail, first = await self._read_tail(last), await self._entry(bounds.first)
         # What lies between the first entry and the one that it names has not been trimmed: it was lost.
         trimmed = Commit.decode(first.payload).previous if first and is_commit(first.payload) else bounds.first - 1
-        while self._acknowledged and (number := self._acknowledged[-1][0]) > trimmed:
+        acknowledged = list(self._acknowledged)
+        while acknowledged and (number := acknowledged[-1][0]) > trimmed:
             entry = await self._entry(number) if bounds.first <= number <= bounds.last else None
-            if entry is not None and entry_digest(entry.payload) == self._acknowledged[-1][1]:
+            if entry is not None and entry_digest(entry.payload) == acknowledged[-1][1]:
                 break
-            self._lost.add(number)
-            self._acknowledged.pop()
+            acknowledged.pop()
+        # All is read: a call that failed before would have left the end as it was, so that it is looked for again.
+        self._last, self._tail = last if bounds.last else None, tail
+        if is_new:
+            self._lost.update(range(max(bounds.last, self._contained) + 1, known + 1))
+        while len(self._acknowledged) > len(acknowledged):
+            self._lost.add(self._acknowledged.pop()[0])
         self._stream_bytes += (max(bounds.last, known) - self._sequence) * MAX_VALUE_BYTES
         self._sequence = max(bounds.last, known)
         self._first = bounds.first or self._sequence + 1
