@@ -71,8 +71,6 @@ AGENT = AgentConfig(
 COORDINATOR = CoordinatorConfig(tick_s=1.0, lock_ttl_s=5.0, settle_s=3.5, stage_timeout_s=40.0, step_timeout_s=25.0)
 FOLLOWER = FollowerConfig(poll_s=1.0, retry_s=1.0)
 LIMITS = RequestLimits(default_timeout_ms=2000)
-VERSION_BYTES = 4 << 20
-"""More than a version takes of a node's memory, arenas in huge pages included, and less than two."""
 
 
 class FaultyStore(Store):
@@ -209,7 +207,9 @@ class ShardProcess(Process):
             stage_cpu_share=1.0,
         )
         store = world.stores[name]
-        memory = RowMemory(world.memory_versions * VERSION_BYTES, lambda: 1 << 40)
+        # For so many versions and a half.
+        halves = 2 * world.memory_versions + 1
+        memory = RowMemory(halves * NUM_ROWS * DIM * 2 // world.num_shards, lambda: 1 << 40)
         options: dict[str, Any] = {"store": store, "following": FOLLOWER, "memory": memory}
         self.actions = NodeActions(self.node, self.fleet, self._plan_of, config, **options)
         random = Random(world.random.random())
