@@ -234,6 +234,16 @@ class RegistryServer:
                 getattr(replica, name)(now, *arguments)
         self._replicated, self.is_synced = max(self._replicated, until), True
 
+    def record(self, key: str) -> bytes | None:
+        """Return a record."""
+        entry = self.primary.keys.get(key)
+        return None if entry is None else entry.value
+
+    def stream(self, name: str) -> dict[int, tuple[bytes, bytes]]:
+        """Return a stream: payloads and rows by number."""
+        there = self.primary.streams.get(name)
+        return {} if there is None else there.entries
+
     def fail_over(self) -> int:
         """Go on with what the replica has; return how many writes are lost. A new replica copies everything."""
         if not self.is_synced:
@@ -360,12 +370,16 @@ class CrashableFiles(DiskFiles):
         found = sorted(path for path in self._contents if path.startswith(below))
         return {path[len(below) :]: len(self._contents[path]) for path in found}
 
-    def contents(self, folder: str, key: str | None = None) -> Any:
-        """Return the files below a folder, by their names there, or the content of one."""
-        if key is not None:
-            return self._contents.get(f"{folder}{key}")
-        found = {path: content for path, content in self._contents.items() if path.startswith(folder)}
-        return {path.rpartition("/")[2]: content for path, content in sorted(found.items())}
+    def record(self, key: str) -> bytes | None:
+        """Return a record of the registry in these files."""
+        content = self._contents.get(f"/registry/keys/{key}=")
+        return None if content is None else content.partition(b"\n")[2]
+
+    def stream(self, name: str) -> dict[int, tuple[bytes, bytes]]:
+        """Return a stream of the registry in these files: payloads and rows by number."""
+        folder = f"/registry/streams/{name}=/"
+        paths = [path for path in self._contents if path.startswith(folder) and Path(path).name.isdigit()]
+        return {int(Path(path).name): (self._contents[path], self._contents.get(f"{path}.rows", b"")) for path in paths}
 
     def lose_power(self) -> None:
         """Keep what is on the disk."""

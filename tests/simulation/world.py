@@ -78,6 +78,7 @@ class World:
         self.server = RegistryServer(self.loop, Random(self.random.random()), self._written)
         self.server.lag_s = scenario.lag_s
         self.files = CrashableFiles(Random(self.random.random()))
+        self.truth = self.files if scenario.files else self.server
         self.processes: dict[str, Process] = {}
         self.is_quiet, self.quiet_publishers = False, 0
         self._graveyard: list[Process] = []
@@ -130,27 +131,11 @@ class World:
 
     def stream(self, base: int) -> dict[int, tuple[bytes, bytes]]:
         """Return a stream as the registry has it now."""
-        name = delta_stream(MODEL, base)
-        if not self.scenario.files:
-            there = self.server.primary.streams.get(name)
-            return {} if there is None else there.entries
-        folder, found = f"/registry/streams/{name}=/", dict[int, tuple[bytes, bytes]]()
-        for path, content in self.files.contents(folder).items():
-            if path.isdigit():
-                found[int(path)] = content, self.files.contents(folder).get(f"{path}.rows", b"")
-        return found
-
-    def record(self, key: str) -> bytes | None:
-        """Return a record as the registry has it now."""
-        if self.scenario.files:
-            content = self.files.contents("/registry/keys/", key=f"{key}=")
-            return None if content is None else content.partition(b"\n")[2]
-        entry = self.server.primary.keys.get(key)
-        return None if entry is None else entry.value
+        return self.truth.stream(delta_stream(MODEL, base))
 
     def wanted(self) -> WantedModel | None:
         """Return what is wanted now."""
-        value = self.record(f"wanted/{MODEL}")
+        value = self.truth.record(f"wanted/{MODEL}")
         return None if value is None else WantedModel.model_validate_json(value)
 
     def _written(self, name: str, arguments: tuple[Any, ...]) -> None:
@@ -442,7 +427,8 @@ class World:
         """Return which versions a process may answer a request of that time with: those it was told to a moment ago."""
         self._observe()
         known = [record for (of, _), (at, record) in self._known.items() if of == name and at >= began - KNOWN_S]
-        allowed = {version for record in known for version in _answering(record)}
+        allowed = {version for record in known for version in (record.live, record.fallback)}
+        allowed |= {record.canary.version for record in known if record.canary is not None}
         # What was live stays so until the next one is loaded.
         loaded = {version for _, version in self.processes[name].member.loaded()}  # type: ignore[attr-defined]
         is_behind = any(record.live not in loaded for record in known)
@@ -566,7 +552,7 @@ class World:
             return ["nothing is wanted"]
         lags = []
         # A failover may have lost it, with its acknowledgement.
-        record = self.record(rollout_key(MODEL))
+        record = self.truth.record(rollout_key(MODEL))
         if record is not None and (rollout := decode_rollout(MODEL, record)).active:
             lags.append(f"the rollout is {rollout.state} {rollout.step}")
         for node in self.of(ShardProcess):
@@ -610,7 +596,3 @@ class World:
                 there = round(value / SCALE) >> 9 & 255
                 says = f"{node.name} has stamp {there} in row {row} of version {version}, not {stamp}"
                 raise ViolationError("replicas differ from the stream", says)
-
-
-def _answering(record: WantedModel) -> list[int | None]:
-    return [record.live, record.fallback, None if record.canary is None else record.canary.version]
