@@ -229,10 +229,10 @@ class HttpTransport:
                 exchange.close()
                 raise
             exchanging = asyncio.ensure_future(exchange)
-            exchanging.add_done_callback(self._ended)
+            exchanging.add_done_callback(self._over)
             return await asyncio.shield(exchanging)
 
-    def _ended(self, exchanging: asyncio.Future[Exchanged]) -> None:
+    def _over(self, exchanging: asyncio.Future[Exchanged]) -> None:
         self._free.release()
         if not exchanging.cancelled():
             exchanging.exception()
