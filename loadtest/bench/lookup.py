@@ -96,7 +96,7 @@ def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
         return lambda number: {"time of a batch": bench.median_call_us(call, batches, seconds)}
 
     with ExitStack() as stack:
-        bench.say(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
+        click.echo(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
         plan = Plan.make(snapshot.spec)
         address, _ = stack.enter_context(node_process(snapshot, plan))

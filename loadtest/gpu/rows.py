@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.store import replace_file
 from loader.snapshot.tables import TableSpec
 from serving.models.inputs import padded_width
 from shard_node.bags import TableLayout
@@ -262,16 +262,9 @@ class GatherParams(ctypes.Structure):
     """
 
     _fields_ = (
-        ("rows", ctypes.c_uint64),
-        ("sums", ctypes.c_uint64),
-        ("num_rows", ctypes.c_uint32),
-        ("row_stride", ctypes.c_uint32),
-        ("chunks", ctypes.c_uint32),
-        ("tail_offset", ctypes.c_uint32),
-        ("first", ctypes.c_uint32),
-        ("num_reads", ctypes.c_uint32),
-        ("rows_per_group", ctypes.c_uint32),
-        ("lanes_log2", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("rows", "sums")),
+        *((name, ctypes.c_uint32) for name in ("num_rows", "row_stride", "chunks", "tail_offset")),
+        *((name, ctypes.c_uint32) for name in ("first", "num_reads", "rows_per_group", "lanes_log2")),
     )
 
 
@@ -410,6 +403,5 @@ class Results:
         """Write the file in one step."""
         if self.path is not None:
             content = {**self.head, "status": self.status, "rows": self.rows}
-            unfinished = self.path.with_name(f"{self.path.name}.part")
-            unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            os.replace(unfinished, self.path)
+            text = json.dumps(content, indent=1) + "\n"
+            replace_file(self.path, text.encode(), self.path.with_name(f"{self.path.name}.part"), durable=False)

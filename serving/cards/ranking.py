@@ -347,8 +347,7 @@ def scorer_on_card(
     if len(shards) != 1 or not isinstance(shards[0], LocalShard):
         return None
     with ExitStack() as undo:
-        lease = undo.enter_context(shards[0].node.generations.lease(model, version))
-        engine = lease.payload.engine
+        engine = undo.enter_context(shards[0].node.generations.lease(model, version)).payload.engine
         if not isinstance(engine, CardEngine):
             return None
         lane = engine.lane(replica % len(engine.card_set.cards.cards))

@@ -74,8 +74,7 @@ def counts(**options: Any) -> None:
     from loader.access_counts import write_access_counts
     from loader.snapshot.reader import Snapshot
 
-    is_named = bool(options["shards"] or options["servers"])
-    if is_named == (options["registry"] is not None):
+    if bool(options["shards"] or options["servers"]) == (options["registry"] is not None):
         raise click.UsageError("Name who has counted: either --registry, or --shard and --server.")
     folder = options["snapshot"]
     snapshot = None if folder is None else Snapshot.open(folder, verify=False)

@@ -285,25 +285,18 @@ async def running_fleet(
         give_way = GiveWay(fleet, config, begun)
         supervisor = await stack.enter_async_context(supervised(config.supervision, config.log_dir))
         folder = supervisor.run_directory
-        await supervisor.start(_node_specs(config, fleet, folder, give_way), on_ready)
+        # A coordinator's processes, one after another, are the same owner of its lock: none waits for it to expire.
+        owner = config.coordinator_config(f"{COORDINATOR}-{folder.name}")
+        command = configured_command("coordinator", owner, folder / f"{COORDINATOR}.toml")
+        specs = [ChildSpec(COORDINATOR, command, partial(ask_coordinator, fleet), config.environment)]
+        for name in config.shard_nodes:
+            node = config.shard_node_config(name, str(Address.parse(f"unix:{folder / name}.sock")))
+            command = configured_command("shard-node", node, folder / f"{name}.toml")
+            probe = partial(ask_node, fleet, name, config.models, give_way=give_way)
+            specs.append(ChildSpec(name, command, probe, config.environment))
+        await supervisor.start(specs, on_ready)
         workers = [config.serve_config(name) for name in config.worker_names]
         probes = [partial(ask_node, fleet, name, config.models, give_way=give_way) for name in config.worker_names]
-        specs = worker_specs(folder, ports, workers, config.environment, probes)
-        await supervisor.start(specs, on_ready)
+        await supervisor.start(worker_specs(folder, ports, workers, config.environment, probes), on_ready)
         give_way.is_over = True
         yield LocalFleet(supervisor, fleet, ports)
-
-
-def _node_specs(config: FleetConfig, fleet: FleetRegistry, run_directory: Path, give_way: GiveWay) -> list[ChildSpec]:
-    """Make the coordinator and the shard nodes. Raises ConfigError if a socket's path is too long."""
-    # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
-    owner = config.coordinator_config(f"{COORDINATOR}-{run_directory.name}")
-    command = configured_command("coordinator", owner, run_directory / f"{COORDINATOR}.toml")
-    specs = [ChildSpec(COORDINATOR, command, partial(ask_coordinator, fleet), config.environment)]
-    for name in config.shard_nodes:
-        listen = str(Address.parse(f"unix:{run_directory / name}.sock"))
-        node = config.shard_node_config(name, listen)
-        command = configured_command("shard-node", node, run_directory / f"{name}.toml")
-        probe = partial(ask_node, fleet, name, config.models, give_way=give_way)
-        specs.append(ChildSpec(name, command, probe, config.environment))
-    return specs

@@ -183,8 +183,7 @@ class RankingNetwork(nn.Module):
 
     def forward(self, batch: RowBatch) -> Tensor:
         """Return logits [N]."""
-        logits: Tensor = self.ranking(self.inputs(batch))
-        return logits
+        return self.ranking.forward(self.inputs(batch))
 
     def inputs(self, batch: RowBatch) -> RankingInputs:
         """Make the ranking model's inputs."""
