@@ -170,7 +170,7 @@ def compare_rounds(
     return Comparison(title, setup, compared, len(next(iter(subjects.values()))), tuple(problems))
 
 
-def show_comparison(console: Console, comparison: Comparison) -> None:
+def show_comparison(comparison: Comparison) -> None:
     """Print a row for each subject of each measure: the median, and the ratio to the baseline with its interval."""
     click.echo(comparison.title)
     baseline, rows = next(iter(comparison.subjects)), list[tuple[str, ...]]()
@@ -178,7 +178,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
         for subject, measures in comparison.subjects.items():
             head, ratio = (f"{name}, {measure.unit}", "") if subject == baseline else ("", str(measures[name]))
             rows.append((head, subject, text_of("", measures[name].median), ratio))
-    console.print(table_of("", ("", "", "#median", "#ratio"), rows, no_wrap=True))
+    Console(width=WIDTH).print(table_of("", ("", "", "#median", "#ratio"), rows, no_wrap=True))
     medians, sure = "values of one round", "(one round has no confidence interval)"
     if comparison.rounds > 1:
         medians, sure = f"medians of {comparison.rounds} rounds", f"with {CONFIDENCE:.0%} confidence intervals"
@@ -229,7 +229,6 @@ class Bench:
         self.problems: list[str] = []
         self._measured = ""
         self._is_quick = quick
-        self._console = Console(width=WIDTH)
         self._started_at = datetime.now(UTC)
         self._comparisons: list[Comparison] = []
 
@@ -300,7 +299,7 @@ class Bench:
             subjects = {name: rounds[table.title, name] for name in names}
             comparison = compare_rounds(table.title, subjects, table.measures, table.setup, self.problems)
             self._comparisons.append(comparison)
-            show_comparison(self._console, comparison)
+            show_comparison(comparison)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -72,7 +72,6 @@ class CardBatch:
         self._card = lane.card
         self._layout = layout = model.layout
         self._model = model.model
-        self._projections = model.model.projections_by_part
         self._ranking: Graph | None = None
         with ExitStack() as undo:
             self._slot = lane.prepare(layout.runs(batch_class), layout.size(batch_class))
@@ -94,8 +93,7 @@ class CardBatch:
                 self._output[first : first + math.prod(shape)].view(shape)
                 for first, shape in zip(starts, shapes, strict=True)
             ]
-            columns, context, *others = self._areas
-            self._sequence_rows = others[: len(layout.sequences)]
+            columns, context, *_ = self._areas
             sent = self._card.tensor(
                 self._slot.batch, self._slot.extra_at, (layout.extra_bytes(batch_class),), torch.uint8
             )
@@ -186,7 +184,7 @@ class CardBatch:
         count = self.batch_class.num_candidates if batch is None else batch.candidate_dense.shape[0]
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
-                self._layout.combine(self._areas, self._projections)
+                self._layout.combine(self._areas, self._model.projections_by_part)
                 inputs = self._inputs if batch is None else self._inputs_of(batch)
                 shapes, num_candidates = self._layout.shapes, inputs.candidates.shape[0]
                 if shapes.context.dense_width:
@@ -212,7 +210,7 @@ class CardBatch:
             mask = within < lengths[:, None]
             # Behind the end of a sequence any row may be read: it is overwritten.
             rows = (starts[:, None] + within).clamp_(max=self.batch_class.num_values - 1).flatten()
-            padded = self._sequence_rows[number].index_select(0, rows).view(num_requests, longest, dim)
+            padded = self._areas[2 + number].index_select(0, rows).view(num_requests, longest, dim)
             sequences[name] = SequenceInput(padded.masked_fill_(~mask[:, :, None], 0), mask)
         return self._inputs._replace(
             candidates=self._inputs.candidates[:num_candidates],
