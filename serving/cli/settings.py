@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
-from loader.errors import ConfigError, SnapshotNotFoundError, nearest, no_path
+from loader.errors import ConfigError, ExportError, SnapshotNotFoundError, nearest, no_path
 from serving.config import FrontSettings, NodeTlsSettings, TlsSettings, TraceSettings
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ def export_into(
 
     Raises ExportError as `write`, and if an earlier version made here was not put up; StoreError.
     """
-    from loader.errors import ExportError
     from loader.snapshot.reader import Snapshot
     from loader.stores import open_store
 
