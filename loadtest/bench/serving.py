@@ -356,8 +356,10 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
         }
         for name, (title, api, shards) in counted.items():
             if api in ("json", *apis):
-                calls = bench.results[name] = bench.runner.run(count_calls(snapshot.path, api, shards))
-                click.echo("{}: {count} calls of {functions} functions in {files} files".format(title, **calls))
+                calls = bench.runner.run(count_calls(snapshot.path, api, shards))
+                bench.results[name] = calls
+                total, functions, files = calls["count"], calls["functions"], calls["files"]
+                click.echo(f"{title}: {total} calls of {functions} functions in {files} files")
 
 
 def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[Api], old: Path) -> None:

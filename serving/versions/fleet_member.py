@@ -406,8 +406,8 @@ class FleetMember:
         model, version, identity = published.model, published.version, published.identity
         options: dict[str, Any] = {"verify": self._config.verify, "progress": progress}
         files = closing.enter_context(self._store.hold(model, version, identity=identity, with_rows=False, **options))
-        rows_here = isinstance(self._config.store, Path)
-        return Snapshot.open(files.path, identity, files="other", rows_here=rows_here, **options)
+        with_rows = isinstance(self._config.store, Path)
+        return Snapshot.open(files.path, identity, files="other", rows_here=with_rows, **options)
 
     def _connect(
         self, snapshot: Snapshot, topology: FleetRecord | None, closing: ExitStack
