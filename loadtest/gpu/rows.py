@@ -257,9 +257,16 @@ class GatherParams(ctypes.Structure):
     """
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("rows", "sums")),
-        *((name, ctypes.c_uint32) for name in ("num_rows", "row_stride", "chunks", "tail_offset")),
-        *((name, ctypes.c_uint32) for name in ("first", "num_reads", "rows_per_group", "lanes_log2")),
+        ("rows", ctypes.c_uint64),
+        ("sums", ctypes.c_uint64),
+        ("num_rows", ctypes.c_uint32),
+        ("row_stride", ctypes.c_uint32),
+        ("chunks", ctypes.c_uint32),
+        ("tail_offset", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("num_reads", ctypes.c_uint32),
+        ("rows_per_group", ctypes.c_uint32),
+        ("lanes_log2", ctypes.c_uint32),
     )
 
 

@@ -93,7 +93,8 @@ class CardBatch:
                 self._output[first : first + math.prod(shape)].view(shape)
                 for first, shape in zip(starts, shapes, strict=True)
             ]
-            columns, context, *_ = self._areas
+            columns, context, *others = self._areas
+            self._sequence_rows = others[: len(layout.sequences)]
             sent = self._card.tensor(
                 self._slot.batch, self._slot.extra_at, (layout.extra_bytes(batch_class),), torch.uint8
             )
@@ -210,7 +211,7 @@ class CardBatch:
             mask = within < lengths[:, None]
             # Behind the end of a sequence any row may be read: it is overwritten.
             rows = (starts[:, None] + within).clamp_(max=self.batch_class.num_values - 1).flatten()
-            padded = self._areas[2 + number].index_select(0, rows).view(num_requests, longest, dim)
+            padded = self._sequence_rows[number].index_select(0, rows).view(num_requests, longest, dim)
             sequences[name] = SequenceInput(padded.masked_fill_(~mask[:, :, None], 0), mask)
         return self._inputs._replace(
             candidates=self._inputs.candidates[:num_candidates],
