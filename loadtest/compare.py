@@ -175,8 +175,7 @@ class ArmMeasure:
         run = RunConfig(rate=self.rate, warmup_s=seconds / 5, duration_s=seconds, seed=number)
         result = self.generators.offer(load, run)
         self.bench.problems += [f"{what}: {problem}" for problem in result.invalid_because]
-        times = result.latency_of_due
-        found = {name: getattr(times, percentile) for name, percentile in AT_RATE.items()}
+        found = {name: getattr(result.latency_of_due, percentile) for name, percentile in AT_RATE.items()}
         if missing := [name for name, time_ms in found.items() if time_ms is None]:
             self.bench.problems.append(f"{what}: {', '.join(missing)} at the rate: requests failed ({result.errors})")
         return {f"{name}, at the rate": time_ms for name, time_ms in found.items() if time_ms is not None}

@@ -192,16 +192,16 @@ def stopping_on_signals() -> Iterator[None]:
             signal.signal(number, former)
 
 
-@contextlib.contextmanager
-def serving(snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None) -> Iterator[Server]:
+def serving(
+    snapshot: Path, arguments: tuple[str, ...], log: Path, checkout: Path | None = None
+) -> contextlib.AbstractContextManager[Server]:
     """Serve a snapshot while the block runs, by the code of a checkout, if there is one, and this Python.
 
     Raises LoadError: it ends, or does not serve in time.
     """
     line = shardrank_command("serve", "--shutdown-delay-s", "0", "--snapshot", str(snapshot), *ANY_PORTS, *arguments)
     environment = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
-    with running_server("shardrank", [ServerCommand("serve", line, log, environment, checkout)]) as server:
-        yield server
+    return running_server("shardrank", [ServerCommand("serve", line, log, environment, checkout)])
 
 
 @contextlib.contextmanager

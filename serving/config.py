@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pydantic import FilePath, ValidationInfo, model_validator
 
+from loader.errors import ConfigError
 from serving.observe.logs import LogFormat, LogLevel
 from serving.settings import Limits, Policy, Settings, Shard, Staleness, Store, WhenStales, setting
 
@@ -52,8 +53,6 @@ class StoreSettings(Settings):
     @property
     def named_store(self) -> StorePlace:
         """The store. Raises ConfigError if none was named, StoreError."""
-        from loader.errors import ConfigError
-
         if self.store_place is None:
             raise ConfigError("name a store: --store FOLDER|URL")
         return self.store_place

@@ -74,7 +74,6 @@ class ModelInfo(Frozen):
             )
             for feature in schema.features
         )
-        same = {"name", "num_embeddings", "embedding_dim", "unknown_id"}
         return cls(
             model=spec.model,
             version=snapshot.version,
@@ -85,7 +84,7 @@ class ModelInfo(Frozen):
                 TableInfo(
                     id_mapping=table.id_mapping.kind,
                     dtype="+".join(dict.fromkeys(part.dtype for part in spec.parts(table))),
-                    **table.model_dump(include=same),
+                    **table.model_dump(include={"name", "num_embeddings", "embedding_dim", "unknown_id"}),
                 )
                 for table in spec.logical_tables
             ),

@@ -187,8 +187,7 @@ class Settings(BaseModel):
 
     def write(self, path: Path) -> None:
         """Write the file of `--config` for another process, readable by this user alone."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(self.to_toml(sparse=True))
 
 

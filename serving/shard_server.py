@@ -132,7 +132,6 @@ async def serve_shard(
 async def _listen(
     stack: AsyncExitStack, node: ShardNode, options: ShardNodeConfig, tls: TlsConfig | None, limits: ServerLimits
 ) -> NodeServer:
-    """Listen until the stack is closed."""
     addresses = [Address.parse(text) for text in options.listen]
     admin = None if options.admin_listen is None else Address.parse(options.admin_listen)
     reachable = [str(address) for address in (*addresses, admin) if address is not None and not address.is_loopback]

@@ -35,7 +35,7 @@ from loadtest.bench.harness import (
 )
 from loadtest.errors import LoadError
 from router.plan import Plan
-from serving.cli.settings import opened_registry
+from serving.cli.settings import opened_registry, with_registry
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.agent.node_agent import NodeActions, NodeConfig
 from shard_node.node import LoadedTables, ShardNode
@@ -110,11 +110,6 @@ def _following(url: str, version: int, tables: LoadedTables) -> Iterator[None]:
             work.result(WAIT_S)
 
 
-async def _register(url: str, snapshot: Snapshot) -> None:
-    async with opened_registry(url) as fleet:
-        await register(fleet, snapshot, clock=time.time)
-
-
 async def _mend(bench: Bench, snapshot: Snapshot, num_rows: int) -> dict[str, float | int]:
     """Have a node follow so many changed rows, fork its stream at the last delta, and time how it mends."""
     url, rng = bench.folder / "forked", np.random.default_rng(2)
@@ -173,13 +168,13 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, forked_rows: int, rows
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
     tables = UniformTables(1, rows, DIM)
     rows_per_s = min(rows_per_s, rows * PUBLISHES_PER_S)
-    bench.say(f"writing {rows} rows")
+    click.echo(f"writing {rows} rows")
     snapshot = tables.export(bench.folder / "store")
     url = f"{bench.folder}/registry"
-    bench.runner.run(_register(url, snapshot))
-    bench.say(f"mending a node with {forked_rows} changed rows")
+    with_registry(url, lambda fleet: register(fleet, snapshot, clock=time.time), may_be_new=True)
+    click.echo(f"mending a node with {forked_rows} changed rows")
     forked = bench.results["forked"] = bench.runner.run(_mend(bench, snapshot, min(forked_rows, rows)))
-    bench.say(f"mended in {forked['mended_s']:.2f} s: {rows} rows loaded, {forked['deltas']} deltas replayed")
+    click.echo(f"mended in {forked['mended_s']:.2f} s: {rows} rows loaded, {forked['deltas']} deltas replayed")
     seconds = bench.seconds(seconds)
     node, rng = make_node(snapshot, Plan.make(snapshot.spec)), np.random.default_rng(0)
     batches = [tables.draw(rng, BAGS, HOTNESS) for _ in range(BATCHES)]

@@ -36,7 +36,7 @@ from loader.snapshot.writer import export_snapshot
 from loadtest.load.config import OfferedLoad
 from loadtest.load.generator import Generators
 from loadtest.load.loops import not_busy_because
-from loadtest.load.result import line, this_machine, versions
+from loadtest.load.result import this_machine, versions
 from loadtest.servers import THIS_CHECKOUT, Server, ServerCommand, commit_of, running
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotRows
@@ -170,21 +170,21 @@ def compare_rounds(
     return Comparison(title, setup, compared, len(next(iter(subjects.values()))), tuple(problems))
 
 
-def show_comparison(console: Console, comparison: Comparison) -> None:
+def show_comparison(comparison: Comparison) -> None:
     """Print a row for each subject of each measure: the median, and the ratio to the baseline with its interval."""
-    line(console, comparison.title)
+    click.echo(comparison.title)
     baseline, rows = next(iter(comparison.subjects)), list[tuple[str, ...]]()
     for name, measure in comparison.subjects[baseline].items():
         for subject, measures in comparison.subjects.items():
             head, ratio = (f"{name}, {measure.unit}", "") if subject == baseline else ("", str(measures[name]))
             rows.append((head, subject, text_of("", measures[name].median), ratio))
-    console.print(table_of("", ("", "", "#median", "#ratio"), rows, no_wrap=True))
+    Console(width=WIDTH).print(table_of("", ("", "", "#median", "#ratio"), rows, no_wrap=True))
     medians, sure = "values of one round", "(one round has no confidence interval)"
     if comparison.rounds > 1:
         medians, sure = f"medians of {comparison.rounds} rounds", f"with {CONFIDENCE:.0%} confidence intervals"
-    line(console, f"{medians}, and ratios to {baseline} {sure}")
+    click.echo(f"{medians}, and ratios to {baseline} {sure}")
     for problem in comparison.problems:
-        line(console, f"not valid: {problem}")
+        click.echo(f"not valid: {problem}")
 
 
 CPU = "CPU of a request"
@@ -229,13 +229,8 @@ class Bench:
         self.problems: list[str] = []
         self._measured = ""
         self._is_quick = quick
-        self._console = Console(width=WIDTH)
         self._started_at = datetime.now(UTC)
         self._comparisons: list[Comparison] = []
-
-    def say(self, text: str) -> None:
-        """Print a line."""
-        line(self._console, text)
 
     def median_call_us(
         self, call: Callable[[Item], Awaitable[object]], batches: Sequence[Item], seconds: float
@@ -288,7 +283,7 @@ class Bench:
         for number in range(self.rounds):
             with contextlib.nullcontext() if around is None else around(number):
                 for table in tables:
-                    self.say(f"round {number + 1} of {self.rounds}: {table.title}")
+                    click.echo(f"round {number + 1} of {self.rounds}: {table.title}")
                     baseline, *others = table.subjects
                     values: dict[str, Values] = {}
                     for name in rotated([*others, baseline], number):
@@ -304,7 +299,7 @@ class Bench:
             subjects = {name: rounds[table.title, name] for name in names}
             comparison = compare_rounds(table.title, subjects, table.measures, table.setup, self.problems)
             self._comparisons.append(comparison)
-            show_comparison(self._console, comparison)
+            show_comparison(comparison)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form."""

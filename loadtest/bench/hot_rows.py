@@ -101,7 +101,7 @@ def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
     tables, seconds = UniformTables(26, rows, 64), bench.seconds(seconds)
     rng = np.random.default_rng(0)
     with ExitStack() as stack:
-        bench.say(f"writing {tables.count} tables of {tables.rows} rows")
+        click.echo(f"writing {tables.count} tables of {tables.rows} rows")
         snapshot = tables.export(bench.folder)
         plan = Plan.make(snapshot.spec, SHARDS)
         nodes = [stack.enter_context(node_process(snapshot, plan, shard)) for shard in range(SHARDS)]

@@ -60,8 +60,7 @@ def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[
 
     async def call_float32(batch: Batch) -> Float32Array:
         bags, rows = batch
-        pooled: torch.Tensor = module(torch.from_numpy(rows), torch.from_numpy(bags.offsets))
-        return pooled.numpy()
+        return module.forward(torch.from_numpy(rows), torch.from_numpy(bags.offsets)).numpy()
 
     def local(cards: int) -> Router:
         plan = Plan.make(snapshot.spec, cards_per_shard=cards)
@@ -96,7 +95,7 @@ def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
         return lambda number: {"time of a batch": bench.median_call_us(call, batches, seconds)}
 
     with ExitStack() as stack:
-        bench.say(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
+        click.echo(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
         plan = Plan.make(snapshot.spec)
         address, _ = stack.enter_context(node_process(snapshot, plan))

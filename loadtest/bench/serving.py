@@ -169,7 +169,7 @@ class ServedModel:
     def served(self, name: str, *flags: str, checkout: Path | None = None) -> AbstractContextManager[Server]:
         """Serve it; the log has the server's name."""
         arguments, log = ("--dtype", self.dtype, "--no-verify", *flags), self.bench.folder / f"{name}.log"
-        self.bench.say(f"starting a server: {name}")
+        click.echo(f"starting a server: {name}")
         return serving_process(self.snapshot, arguments, log, checkout)
 
     def load(self, server: Server, workload: BenchWorkload, api: Api, in_flight: int = FULL_LOAD) -> Values:
@@ -342,9 +342,9 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
             "stages_us": {stage: 1e6 * seconds[stage] / counts[stage] for stage in stages},
             "busy_us": {stage: 1e6 * seconds[stage] / requests for stage in stages},
         }
-        bench.say(f"{api}: µs of a request under full load, {_ids(hotness)}, at work in a stage, and its mean")
+        click.echo(f"{api}: µs of a request under full load, {_ids(hotness)}, at work in a stage, and its mean")
         for stage, busy_us in accounts[api]["busy_us"].items():
-            bench.say(f"  {stage}: {busy_us:.1f}, {accounts[api]['stages_us'][stage]:.1f}")
+            click.echo(f"  {stage}: {busy_us:.1f}, {accounts[api]['stages_us'][stage]:.1f}")
     snapshot = Snapshot.open(write_random_snapshot(bench_spec(CALLS_SHAPE, "mlp"), bench.folder / "calls"))
     plan = Plan.make(snapshot.spec, 2)
     with ExitStack() as stack:
@@ -359,7 +359,7 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
                 calls = bench.runner.run(count_calls(snapshot.path, api, shards))
                 bench.results[name] = calls
                 total, functions, files = calls["count"], calls["functions"], calls["files"]
-                bench.say(f"{title}: {total} calls of {functions} functions in {files} files")
+                click.echo(f"{title}: {total} calls of {functions} functions in {files} files")
 
 
 def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[Api], old: Path) -> None:
@@ -433,7 +433,7 @@ def serving(
     shape = BenchShape.of(rows, varied=True, side_split=side_split)
     with ExitStack() as stack:
         old = None if against is None else checked_checkout(against)
-        bench.say(f"writing {rows} rows")
+        click.echo(f"writing {rows} rows")
         model = ServedModel(
             bench,
             stack.enter_context(Generators()),

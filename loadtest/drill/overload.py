@@ -152,8 +152,6 @@ def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], do
     counts = {kind: int((during["code"] == code).sum()) for code, kind in enumerate(kinds)}
     is_refused = np.isin(during["code"], [code for code, kind in enumerate(kinds) if kind in (SHED, UNAVAILABLE)])
     requests, refused, in_time = during.size, int(is_refused.sum()), int((is_ok & (seconds <= deadline_s)).sum())
-    # What has no answer is later than all.
-    admitted = percentiles(seconds[is_ok], requests - refused)
     figures: dict[str, Any] = {
         "capacities": [closed.requests_per_s for closed in weighed],
         "capacity": max(closed.requests_per_s for closed in weighed),
@@ -166,7 +164,8 @@ def overload_figures(config: OverloadDrillConfig, weighed: Sequence[Weighed], do
         "admitted": requests - refused,
         "in_time": in_time,
         "refused": refused,
-        "p99_ms_admitted": admitted.p99_ms,
+        # What has no answer is later than all.
+        "p99_ms_admitted": percentiles(seconds[is_ok], requests - refused).p99_ms,
         "p99_ms_refused": percentiles(seconds[is_refused]).p99_ms,
         "p99_ms_before": before.p99_ms,
         "steady_after_s": steady_after(rows, end, deadline_s, (before.p99_ms or 0.0) / 1e3, config.normal_s),

@@ -158,13 +158,15 @@ def _measure_cell(
             drawn = rows.card.tensor(ids, 0, (num_sets * num_rows,), torch.int32)
             drawn.random_(0, rows.count, generator=rows.generator)
             offsets = torch.arange(0, num_rows + 1, hotness, dtype=torch.int32, device=device)
-        bags = stack.enter_context(Bags(rows, ids, batch, hotness, num_sets))
+        bags = stack.enter_context(Bags(rows, ids, batch, hotness))
         errors = {number: bags.check(number, num_sets - 1) for number in (WITHOUT_PLACES, *size.logical_cards)}
-        work: dict[str, Callable[[], None]] = {str(number): partial(bags.launch_all, number) for number in errors}
+        work: dict[str, Callable[[], None]] = {}
+        for number in errors:
+            work[str(number)] = partial(_launch_all, partial(bags.launch, number), num_sets)
         for in_flight, kernel in GATHER_KERNELS.items():
-            gather = RandomGather(rows, num_rows, num_sets, max(in_flight, hotness), in_flight)
+            gather = RandomGather(rows, num_rows, max(in_flight, hotness), in_flight)
             stack.enter_context(gather).check(num_sets - 1)
-            work[kernel] = gather.launch_all
+            work[kernel] = partial(_launch_all, gather.launch, num_sets)
         sets = [bags.ids(number).view(-1) for number in range(num_sets)]
         if peer is not None:
             with rows.card.torch_stream(rows.stream):
@@ -200,6 +202,11 @@ def _measure_cell(
             if peer is not None:
                 row |= {f"{PEER}_us": timings[PEER].us, f"{PEER}_ratio": timings[PEER].us / timing.us}
         results.add("pooling", row)
+
+
+def _launch_all(launch: Callable[[int], None], num_sets: int) -> None:
+    for number in range(num_sets):
+        launch(number)
 
 
 def _pool_all(rows: RowsOnCard, peer: torch.nn.EmbeddingBag, sets: list[torch.Tensor], offsets: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.store import replace_file
 from loader.snapshot.tables import TableSpec
 from serving.models.inputs import padded_width
 from shard_node.bags import TableLayout
@@ -160,15 +160,15 @@ class RowsOnCard(MemoryStack):
 
 
 class Bags(MemoryStack):
-    """Batches of `batch` bags of `hotness` rows; `ids` has int32 [num_sets, batch, hotness] of them.
+    """Batches of `batch` bags of `hotness` rows; `ids` has int32 [sets, batch, hotness] of them.
 
     Sums are written as the product writes them, in bfloat16 into the dense model's input: each of its features has an
     equal number of the bags, as so many candidates.
     """
 
-    def __init__(self, rows: RowsOnCard, ids: Memory, batch: int, hotness: int, num_sets: int) -> None:
+    def __init__(self, rows: RowsOnCard, ids: Memory, batch: int, hotness: int) -> None:
         super().__init__(rows.card, rows.stream)
-        self.rows, self.batch, self.hotness, self.num_sets = rows, batch, hotness, num_sets
+        self.rows, self.batch, self.hotness = rows, batch, hotness
         self._ids = ids
         table = TableSpec(
             name="rows", num_embeddings=rows.count, embedding_dim=rows.embedding_dim, feature_names=("row",)
@@ -221,11 +221,6 @@ class Bags(MemoryStack):
         )
         self.card.launch(self._shape.kernel, self._grid, (self.rows.arena(num_cards), batch), self.stream)
 
-    def launch_all(self, num_cards: int) -> None:
-        """Pool every set once."""
-        for number in range(self.num_sets):
-            self.launch(num_cards, number)
-
     def check(self, num_cards: int, number: int) -> float:
         """Pool a set into memory full of NaN, and return the largest error of some bags, a fraction of the norm.
 
@@ -276,16 +271,16 @@ class GatherParams(ctypes.Structure):
 
 
 class RandomGather(MemoryStack):
-    """Launches that read `num_reads` random rows each, `num_sets` different ones.
+    """Launches that read `num_reads` random rows each, those of a set by its number.
 
     A lane group reads `rows_per_group` one after the other, a thread `in_flight` at a time, a key of GATHER_KERNELS.
     """
 
-    def __init__(self, rows: RowsOnCard, num_reads: int, num_sets: int, rows_per_group: int, in_flight: int) -> None:
+    def __init__(self, rows: RowsOnCard, num_reads: int, rows_per_group: int, in_flight: int) -> None:
         super().__init__(rows.card, rows.stream)
         rows.cards.load_kernels(SOURCE, tuple(GATHER_KERNELS.values()))
         self.kernel = GATHER_KERNELS[in_flight]
-        self._rows, self._num_reads, self._num_sets, self._rows_per_group = rows, num_reads, num_sets, rows_per_group
+        self._rows, self._num_reads, self._rows_per_group = rows, num_reads, rows_per_group
         self._chunks = min(rows.format.chunks, MAX_LANES)
         self._lanes_log2 = (self._chunks - 1).bit_length()
         groups = -(-num_reads // rows_per_group)
@@ -308,11 +303,6 @@ class RandomGather(MemoryStack):
             lanes_log2=self._lanes_log2,
         )
         self.card.launch(self.kernel, (self._blocks, 1), (params,), self.stream)
-
-    def launch_all(self) -> None:
-        """Read the rows of every set once."""
-        for number in range(self._num_sets):
-            self.launch(number)
 
     def check(self, number: int) -> None:
         """Compare the sums of some lane groups with those of the same rows, read by torch. Raises WrongAnswerError."""
@@ -410,6 +400,5 @@ class Results:
         """Write the file in one step."""
         if self.path is not None:
             content = {**self.head, "status": self.status, "rows": self.rows}
-            unfinished = self.path.with_name(f"{self.path.name}.part")
-            unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            os.replace(unfinished, self.path)
+            text = json.dumps(content, indent=1) + "\n"
+            replace_file(self.path, text.encode(), self.path.with_name(f"{self.path.name}.part"), durable=False)

@@ -65,8 +65,7 @@ def _open_payloads(load: OfferedLoad, process: int) -> tuple[str, Pool]:
         order = np.random.default_rng(seed).permutation(len(requests))[: load.requests].tolist()
         payloads = (payload_of(schema, requests[number], api, bench.model, timeout_ms) for number in order)
         return f"{bench.model}, like {load.like}", Pool(api, bench.model, payloads, MAX_POOL_BYTES)
-    chosen = {"ids", "candidates", "hotness", "varied"}
-    workload = open_workload(bench, **load.model_dump(include=chosen))
+    workload = open_workload(bench, **load.model_dump(include={"ids", "candidates", "hotness", "varied"}))
     drawn = islice(drawn_payloads(workload, api, seed, timeout_ms), load.requests)
     return workload.name, Pool(api, workload.spec.model, drawn, MAX_POOL_BYTES)
 

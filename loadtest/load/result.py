@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 from pydantic import BaseModel, Field
-from rich.console import Console
 
 from loader.snapshot.tables import Frozen
 from loadtest.load.config import Arrivals, OfferedLoad, RunConfig
@@ -89,11 +88,6 @@ def versions() -> dict[str, str]:
 def write_document(document: BaseModel, file: Path) -> None:
     """Write a document as JSON. Raises OSError."""
     file.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
-
-
-def line(console: Console, text: str) -> None:
-    """Print a line as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Percentiles(Frozen):

@@ -20,7 +20,6 @@ from loadtest.load.result import (
     Measured,
     Outcome,
     SweepResult,
-    line,
     outcome_of,
     write_document,
 )
@@ -96,7 +95,8 @@ def run_sweep(
         result = offered(generators, load, first.model_copy(update=changed), console)
         outcome = outcome_of(result, load.slo_ms)
         p99, failed = text_of("p99_ms", result.latency_of_due.p99_ms) or "–", sum(result.errors.values())
-        line(console, f"{rate:.1f}/s: p99 {p99} ms, {failed} failed: {outcome} {'; '.join(result.invalid_because)}")
+        why = "; ".join(result.invalid_because)
+        click.echo(f"{rate:.1f}/s: p99 {p99} ms, {failed} failed: {outcome} {why}", err=True)
         if outcome != "kept":
             time.sleep(min(load.timeout_ms / 1000, MAX_RECOVERY_S))
         return result

@@ -120,8 +120,7 @@ def peer_serving(peer: Peer, python: Path, weights: Path, workers: int, first: O
     environment.pop("PYTHONPATH", None)
     line = str(python.absolute()), str(FOLDER / "servers" / f"{peer.name}_server.py")
     command = ServerCommand("its server", line, weights.with_name(f"{peer.name}.log"), environment)
-    server = Server(port, 0, ())
-    load = first.model_copy(update={"target": server.target(first.spoken)})
+    load = first.model_copy(update={"target": Server(port, 0, ()).target(first.spoken)})
 
     def why_not_ready() -> str:
         try:
@@ -174,18 +173,18 @@ def start_servers(
 ) -> dict[Peer | None, Server]:
     """Write the model, and start all servers; None is shardrank's. Raises ConfigError: a peer is not installed."""
     pythons = {peer: peer.python(environments) for peer in chosen}
-    bench.say(f"writing {shape.rows} rows")
+    click.echo(f"writing {shape.rows} rows")
     weights, spec = bench.folder / "weights.safetensors", bench_spec(shape, "mlp")
     rows = torch.randn((shape.rows, shape.embedding_dim), generator=torch.Generator().manual_seed(BENCH_SEED))
     rows, dense = rows * ROW_DEVIATION, random_dense(spec, BENCH_SEED)
     save_file({"rows": rows, **dense}, weights)
     snapshot = export_snapshot(bench.folder / "store", spec, rows={"rows": ArrayRows(rows)}, dense=dense)
-    bench.say("starting shardrank")
+    click.echo("starting shardrank")
     arguments = ("--no-verify", "--workers", str(workers), "--dtype", dtype)
     shardrank = stack.enter_context(serving(snapshot, arguments, bench.folder / "shardrank.log"))
     servers: dict[Peer | None, Server] = {None: shardrank}
     for peer, python in pythons.items():
-        bench.say(f"starting {peer.title}")
+        click.echo(f"starting {peer.title}")
         first = Subject(peer.title, peer, peer.encodings[0]).load(shape, shardrank, 1)
         servers[peer] = stack.enter_context(peer_serving(peer, python, weights, workers, first))
     return servers
@@ -243,7 +242,7 @@ def peers(
     subjects = subjects_of(shape, chosen)
     with Generators() as generators, ExitStack() as stack:
         servers = start_servers(bench, stack, shape, chosen, environments, workers, choose_dtype(dtype))
-        bench.say("comparing scores")
+        click.echo("comparing scores")
         check_subjects(shape, subjects, hotness, dtype, generators, servers)
 
         def measured(subject: Subject, ids: int, number: int) -> Values:

@@ -142,8 +142,7 @@ class Zipf:
         power = (1.0 - self.exponent) * log_x
         # expm1(p) / p is 1 at p = 0, which is where the exponent is 1.
         growth = np.divide(np.expm1(power), power, out=np.ones_like(power), where=power != 0)
-        integral: Float64Array = growth * log_x
-        return integral
+        return growth * log_x
 
     def _inverse(self, area: Float64Array) -> Float64Array:
         """Return the x whose integral is `area`."""
@@ -151,8 +150,7 @@ class Zipf:
         scaled = np.maximum((1.0 - self.exponent) * area, -1.0)
         with np.errstate(divide="ignore"):
             factor = np.divide(np.log1p(scaled), scaled, out=np.ones_like(scaled), where=scaled != 0)
-        inverse: Float64Array = np.exp(factor * area)
-        return inverse
+        return np.exp(factor * area)
 
 
 class RowScatter:

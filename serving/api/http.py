@@ -210,8 +210,7 @@ def running_admin(
     async def probes() -> AsyncIterator[ASGIApp]:
         async with contextlib.AsyncExitStack() as stack:
             board = None if page is None else await stack.enter_async_context(run_board(page))
-            app = create_probes(service, tokens, board, is_loopback=Address(host).is_loopback)
-            yield answered_once(app)
+            yield answered_once(create_probes(service, tokens, board, is_loopback=Address(host).is_loopback))
 
     make = partial(HttpServer, service.limits, service.clock, service.metrics.failed, ssl=ssl)
     return listening_on_thread(make, probes(), host, port)

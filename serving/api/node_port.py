@@ -7,7 +7,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -119,9 +119,8 @@ async def running_node_port(
     metrics = NodeMetrics(node)
     context = None if tls is None else server_context(tls, alpn=("http/1.1",), verify=ssl.CERT_OPTIONAL)
     app = node_app(node, metrics, needs_certificate=tls is not None and tls.client_ca is not None)
-    answering: AbstractAsyncContextManager[ASGIApp] = nullcontext(app)
     make = partial(HttpServer, RequestLimits(), time.monotonic, metrics.failed, ssl=context)
-    async with listening_on_thread(make, answering, address.host, address.port) as port:
+    async with listening_on_thread(make, nullcontext(app), address.host, address.port) as port:
         host = f"[{address.host}]" if ":" in address.host else address.host
         yield metrics, f"{'http' if tls is None else 'https'}://{host}:{port}/metrics"
 

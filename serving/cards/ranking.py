@@ -72,7 +72,6 @@ class CardBatch:
         self._card = lane.card
         self._layout = layout = model.layout
         self._model = model.model
-        self._projections = model.model.projections_by_part
         self._ranking: Graph | None = None
         with ExitStack() as undo:
             self._slot = lane.prepare(layout.runs(batch_class), layout.size(batch_class))
@@ -186,7 +185,7 @@ class CardBatch:
         count = self.batch_class.num_candidates if batch is None else batch.candidate_dense.shape[0]
         try:
             with self._card.torch_stream(self._lane.stream), torch.inference_mode():
-                self._layout.combine(self._areas, self._projections)
+                self._layout.combine(self._areas, self._model.projections_by_part)
                 inputs = self._inputs if batch is None else self._inputs_of(batch)
                 shapes, num_candidates = self._layout.shapes, inputs.candidates.shape[0]
                 if shapes.context.dense_width:
@@ -347,8 +346,7 @@ def scorer_on_card(
     if len(shards) != 1 or not isinstance(shards[0], LocalShard):
         return None
     with ExitStack() as undo:
-        lease = undo.enter_context(shards[0].node.generations.lease(model, version))
-        engine = lease.payload.engine
+        engine = undo.enter_context(shards[0].node.generations.lease(model, version)).payload.engine
         if not isinstance(engine, CardEngine):
             return None
         lane = engine.lane(replica % len(engine.card_set.cards.cards))

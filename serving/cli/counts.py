@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loader.errors import ConfigError
+from loader.errors import ConfigError, ExportError, cut
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.settings import Options, Protection, check_model, check_registry, config_of, opened_registry
@@ -74,8 +74,7 @@ def counts(**options: Any) -> None:
     from loader.access_counts import write_access_counts
     from loader.snapshot.reader import Snapshot
 
-    is_named = bool(options["shards"] or options["servers"])
-    if is_named == (options["registry"] is not None):
+    if bool(options["shards"] or options["servers"]) == (options["registry"] is not None):
         raise click.UsageError("Name who has counted: either --registry, or --shard and --server.")
     folder = options["snapshot"]
     snapshot = None if folder is None else Snapshot.open(folder, verify=False)
@@ -100,7 +99,6 @@ def join_parts(snapshot: Snapshot, found: dict[str, AccessCounts]) -> dict[str, 
     import numpy as np
 
     from loader.access_counts import AccessCounts
-    from loader.errors import ExportError, cut
 
     spec = snapshot.spec
     sizes = {table.name: table.num_embeddings for table in spec.stored_tables}
@@ -129,7 +127,6 @@ async def _gathered(options: Options) -> tuple[dict[str, AccessCounts], int]:
     import httpx
 
     from loader.access_counts import merged_by_table
-    from loader.errors import cut
     from router.shard_client import ShardClient
     from shard_node.wire.address import Address
     from shard_node.wire.tls import client_context
@@ -196,7 +193,6 @@ async def _server_counts(client: httpx.AsyncClient, url: str) -> dict[str, Acces
     import httpx
 
     from loader.access_counts import decode_access_counts
-    from loader.errors import ExportError
     from serving.errors import printable
     from shard_node.errors import NodeUnavailableError, RemoteError
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from loader.errors import CheckpointError, ExportError
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, progress_bars
@@ -180,7 +181,6 @@ class Pruned(NamedTuple):
         """
         from loader.access_counts import merged_by_table, read_access_counts
         from loader.divided_rows import choose_rows
-        from loader.errors import ExportError
         from loader.traces import read_traces
         from router.table_sizing import count_rows, fitted
 
@@ -240,7 +240,6 @@ def _why_whole(table: TableDescription, *, is_trained_so: bool) -> str:
 
 def _row_classes(spec: ModelSpec, table: str, path: Path) -> RowClasses:
     """Return the classes of a table's rows that a file says. Raises ExportError."""
-    from loader.errors import ExportError
     from loader.snapshot.row_classes import RowClasses
     from loader.traces import map_npy
 
@@ -261,8 +260,6 @@ def _row_classes(spec: ModelSpec, table: str, path: Path) -> RowClasses:
 
 def _check_blocks(spec: ModelSpec, given: Collection[str], classes: Collection[str]) -> None:
     """Raise ExportError for a table that training divided, of which nobody says how: counts could only guess it."""
-    from loader.errors import ExportError
-
     for table in spec.divided:
         is_given = table.name not in given and set(table.parts) <= set(given)
         if is_given and table.num_classes > 1 and table.name not in classes:
@@ -277,7 +274,6 @@ def _match(
 ) -> tuple[dict[str, RowSource], dict[str, Tensor] | Path]:
     """Return the tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
     from loader.checkpoints import match_checkpoint, open_checkpoint
-    from loader.errors import CheckpointError, ExportError
     from serving.errors import RankingModelError
     from serving.models.ranking_models import load_model
 
@@ -308,8 +304,6 @@ def _match(
 
 def _check_tables(flag: str, known: Collection[str], tables: Iterable[str]) -> None:
     """Raise ExportError for a flag that names a table which the description does not have."""
-    from loader.errors import ExportError
-
     for table in tables:
         if table not in known:
             raise ExportError(f"{flag}: no table {table!r}; the description's tables are {list(known)}")
@@ -319,7 +313,6 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
     """Return the ids in a text file, one a line. Raises ExportError."""
     import numpy as np
 
-    from loader.errors import ExportError
     from loader.snapshot.vocabularies_and_counts import id_type_is_string
 
     tables = {one.name: one for one in spec.logical_tables}

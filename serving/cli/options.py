@@ -246,8 +246,7 @@ def store_options(text: str, **more: Any) -> Option:
             values = {name: options.pop(name) for name in _STORE}
             source = click.get_current_context().get_parameter_source
             given = {name for name in _STORE if source(name) is ParameterSource.COMMANDLINE}
-            settings = config_of(StoreSettings, values, "", given)
-            return function(*args, store=settings.store_place, **options)
+            return function(*args, store=config_of(StoreSettings, values, "", given).store_place, **options)
 
         cache = (setting_option(StoreSettings, name, envvar=f"SHARDRANK_{name.upper()}") for name in _STORE[1:])
         return together(setting_option(StoreSettings, "store", help=text, **more), *cache)(command)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
-from loader.errors import ConfigError, SnapshotNotFoundError, nearest, no_path
+from loader.errors import ConfigError, ExportError, SnapshotNotFoundError, nearest, no_path
 from serving.config import FrontSettings, NodeTlsSettings, TlsSettings, TraceSettings
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ def export_into(
 
     Raises ExportError as `write`, and if an earlier version made here was not put up; StoreError.
     """
-    from loader.errors import ExportError
     from loader.snapshot.reader import Snapshot
     from loader.stores import open_store
 
@@ -170,11 +169,10 @@ def only_model(store: Store) -> str:
     return models[0]
 
 
-def member_folder(config: MemberSettings, *, with_rows: bool = True) -> Path:
+def member_folder(config: MemberSettings) -> Path:
     """Return the folder of the one snapshot that a process without a registry serves. Raises as `snapshot_folder`."""
-    model = config.models[0] if config.models else None
-    named = config.store_place, model, config.version, config.snapshot
-    return snapshot_folder(*named, with_rows=with_rows, verify=config.verify).resolve()
+    named = config.store_place, next(iter(config.models), None), config.version, config.snapshot
+    return snapshot_folder(*named, with_rows=False, verify=config.verify).resolve()
 
 
 def registry_url(registry: str | None, store: StorePlace | None) -> str:
@@ -387,8 +385,6 @@ def node_config(config: ServeConfig | ShardNodeConfig, node_id: str, address: st
     """Return what a process that has rows needs to know of itself."""
     from shard_node.agent.node_agent import NodeConfig
 
-    memory = {
-        "memory_cap_bytes": to_bytes(config.max_memory_gb),
-        "memory_budget_bytes": to_bytes(config.memory_budget_gb),
-    }
+    cap_bytes, budget_bytes = to_bytes(config.max_memory_gb), to_bytes(config.memory_budget_gb)
+    memory = {"memory_cap_bytes": cap_bytes, "memory_budget_bytes": budget_bytes}
     return config_of(NodeConfig, config, node_id=node_id, address=address, **memory | more)

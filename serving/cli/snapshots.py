@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from loader.errors import ExportError, ShardrankError
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_document, print_json, progress_bars
@@ -75,7 +76,6 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
 def read_description(path: Path) -> ModelDescription:
     """Return the model that a JSON file describes. Raises ExportError naming each field that is wrong."""
     from loader.description import ModelDescription
-    from loader.errors import ExportError
     from loader.snapshot.tables import refused_as
 
     if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
@@ -90,7 +90,6 @@ def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | 
     Raises:
         ExportError: its parts do not fit each other, or no dense model of its kind is made from these.
     """
-    from loader.errors import ExportError
     from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
     from loader.snapshot.tables import refused_as
     from serving.models.exported import check_bindings
@@ -208,7 +207,6 @@ def verify_as_server(
 
     With `may_be_unchecked`, an exported program that is not trusted is no problem: the last of the checks says so.
     """
-    from loader.errors import ShardrankError
     from loader.snapshot.reader import Snapshot, verify_snapshot
 
     report = verify_snapshot(folder, progress=progress)

@@ -25,10 +25,9 @@ from serving.errors import (
     unknown_feature,
 )
 from serving.proto.shardrank.v1 import ranking_pb2
-from serving.results import Float32Array, LookupResult, Ragged, RankResult
+from serving.results import Float32Array, Int64Array, LookupResult, Ragged, RankResult
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Ids or weights of one feature: an array or a list, bag by bag as nested lists, or `Ragged`. See `Client.rank`.
 Values: TypeAlias = Any
 Features: TypeAlias = Mapping[str, Values]

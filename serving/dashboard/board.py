@@ -369,7 +369,6 @@ class Board:
             await asyncio.to_thread(self._keep, state, problem)
 
     def _keep(self, state: FleetState | None, problem: str) -> None:
-        """Keep what was read, or why nothing was."""
         now, self._problem = self._clock(), problem
         if state is not None:
             self._read_at, self._state, self._state_json = now, state, None

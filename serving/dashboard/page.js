@@ -258,12 +258,6 @@ function connection(kind, text) {
   }
 }
 
-function lost(error) {
-  connection("lost", `not connected: ${/^(Abort|Timeout)Error$/.test(error.name) ? "the server is silent" : error.message}`);
-}
-
-const pause = () => new Promise((wake) => setTimeout(wake, PAUSE_MS));
-
 function take(told) {
   readAt = told.read_at;
   if (told.history) history = told.history;
@@ -319,9 +313,9 @@ async function run() {
     try {
       if (!await read()) return;
     } catch (error) {
-      lost(error);
+      connection("lost", `not connected: ${/^(Abort|Timeout)Error$/.test(error.name) ? "the server is silent" : error.message}`);
     }
-    await pause();
+    await new Promise((wake) => setTimeout(wake, PAUSE_MS));
   }
 }
 

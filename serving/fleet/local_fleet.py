@@ -106,12 +106,21 @@ async def _begin(fleet: FleetRegistry, config: FleetConfig, clock: Callable[[], 
         snapshot, plan = await asyncio.to_thread(_planned, store, config, models, model, chosen)
         latest, is_first = await asyncio.to_thread(store.latest, model), model not in wanted or not wanted[model].live
         found.append((snapshot, Beginning(model, snapshot.version, is_first, plan, latest)))
-    await _write_fleet_record(fleet, config, nodes)
+    has_shard_nodes = any(node.kind == "shard" for node in nodes)
+    record = FleetRecord(num_shards=config.shards, sharding=config.sharding, replicate_bytes=config.replicate_bytes)
+    if (present := await fleet.join_fleet(record)) != record:
+        if has_shard_nodes:
+            raise _OccupiedError(
+                f"registry {fleet.name}: shard nodes run with {present.model_dump()}, not {record.model_dump()}"
+            )
+        # That of a fleet that does not run any more is replaced.
+        entry = await fleet.registry.get(FLEET)
+        await fleet.registry.put(FLEET, record.model_dump_json().encode(), 0 if entry is None else entry.revision)
     for model in () if config.models or nodes else sorted(wanted.keys() - {*models}):
         logger.warning("%s is not served: %s", model, _GONE)
         await fleet.update_wanted(model, lambda now: now and now.replaced(now.live, None, _GONE))
     # Where no shard node runs all of them are about to be of this number of shards.
-    shards = None if any(node.kind == "shard" for node in nodes) else config.shards
+    shards = None if has_shard_nodes else config.shards
     for snapshot, one in found:
         await register(fleet, snapshot, clock=clock, store=config.named_store)
         await fleet.update_wanted(one.model, partial(_first_wanted, one.model, one.version, shards))
@@ -168,20 +177,6 @@ def _first_wanted(model: str, version: int, shards: int | None, record: WantedMo
     # The epoch is set by who writes it.
     wanted = WantedModel(model=model, epoch=1, live=version, hold=only, serve=only, follow=only)
     return wanted if shards is None else wanted.divided(shards)
-
-
-async def _write_fleet_record(fleet: FleetRegistry, config: FleetConfig, nodes: list[NodeRecord]) -> None:
-    """Put the shape on record; one of a fleet that does not run any more is replaced."""
-    record = FleetRecord(num_shards=config.shards, sharding=config.sharding, replicate_bytes=config.replicate_bytes)
-    present = await fleet.join_fleet(record)
-    if present == record:
-        return
-    if any(node.kind == "shard" for node in nodes):
-        raise _OccupiedError(
-            f"registry {fleet.name}: shard nodes run with {present.model_dump()}, not {record.model_dump()}"
-        )
-    entry = await fleet.registry.get(FLEET)
-    await fleet.registry.put(FLEET, record.model_dump_json().encode(), 0 if entry is None else entry.revision)
 
 
 class GiveWay:
@@ -285,25 +280,18 @@ async def running_fleet(
         give_way = GiveWay(fleet, config, begun)
         supervisor = await stack.enter_async_context(supervised(config.supervision, config.log_dir))
         folder = supervisor.run_directory
-        await supervisor.start(_node_specs(config, fleet, folder, give_way), on_ready)
+        # A coordinator's processes, one after another, are the same owner of its lock: none waits for it to expire.
+        owner = config.coordinator_config(f"{COORDINATOR}-{folder.name}")
+        command = configured_command("coordinator", owner, folder / f"{COORDINATOR}.toml")
+        specs = [ChildSpec(COORDINATOR, command, partial(ask_coordinator, fleet), config.environment)]
+        for name in config.shard_nodes:
+            node = config.shard_node_config(name, str(Address.parse(f"unix:{folder / name}.sock")))
+            command = configured_command("shard-node", node, folder / f"{name}.toml")
+            probe = partial(ask_node, fleet, name, config.models, give_way=give_way)
+            specs.append(ChildSpec(name, command, probe, config.environment))
+        await supervisor.start(specs, on_ready)
         workers = [config.serve_config(name) for name in config.worker_names]
         probes = [partial(ask_node, fleet, name, config.models, give_way=give_way) for name in config.worker_names]
-        specs = worker_specs(folder, ports, workers, config.environment, probes)
-        await supervisor.start(specs, on_ready)
+        await supervisor.start(worker_specs(folder, ports, workers, config.environment, probes), on_ready)
         give_way.is_over = True
         yield LocalFleet(supervisor, fleet, ports)
-
-
-def _node_specs(config: FleetConfig, fleet: FleetRegistry, run_directory: Path, give_way: GiveWay) -> list[ChildSpec]:
-    """Make the coordinator and the shard nodes. Raises ConfigError if a socket's path is too long."""
-    # Its processes, one after another, are the same owner of its lock: none waits for the last one's to expire.
-    owner = config.coordinator_config(f"{COORDINATOR}-{run_directory.name}")
-    command = configured_command("coordinator", owner, run_directory / f"{COORDINATOR}.toml")
-    specs = [ChildSpec(COORDINATOR, command, partial(ask_coordinator, fleet), config.environment)]
-    for name in config.shard_nodes:
-        listen = str(Address.parse(f"unix:{run_directory / name}.sock"))
-        node = config.shard_node_config(name, listen)
-        command = configured_command("shard-node", node, run_directory / f"{name}.toml")
-        probe = partial(ask_node, fleet, name, config.models, give_way=give_way)
-        specs.append(ChildSpec(name, command, probe, config.environment))
-    return specs

@@ -82,8 +82,7 @@ def die_with_parent(environment: MutableMapping[str, str]) -> None:
     parent = environment.pop(PARENT_PID_VARIABLE, None)
     if parent is None or not sys.platform.startswith("linux"):
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         logger.warning("prctl(PR_SET_PDEATHSIG) failed: %s", os.strerror(ctypes.get_errno()))
     # The parent may have died before the request reached the kernel; then no signal will ever come.
     if str(os.getppid()) != parent:

@@ -187,9 +187,6 @@ def worker_config(config: ServeConfig, worker: int) -> ServeConfig:
     return config.model_copy(update=update)
 
 
-ANY_HOST = frozenset({"0.0.0.0", "::", ""})
-
-
 @dataclass(frozen=True, slots=True)
 class Membership:
     """What a process follows.
@@ -220,7 +217,7 @@ class Membership:
             model = options.models[0] if options.models else settings.only_model(open_store(store))
             if (readable := newest(store, model)) is not None:
                 options = options.model_copy(update={"version": readable.version})
-        folder = settings.member_folder(options, with_rows=False)
+        folder = settings.member_folder(options)
         place = folder.parent.parent if store is None or isinstance(store, Path) else store
         snapshot = Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
         version = version_record(snapshot, time.time())
@@ -236,4 +233,4 @@ def node_id(kind: str, place: str) -> str:
 
 def reachable_host(bound: str) -> str:
     """Return the host at which others reach what is bound: every interface stands for this host's name."""
-    return socket.gethostname() if bound in ANY_HOST else bound
+    return socket.gethostname() if bound in ("0.0.0.0", "::", "") else bound

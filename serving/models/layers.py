@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -66,13 +66,12 @@ class PackedProduct:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
         """Return the product."""
         if more is None or more.dim() == 1:
-            y: Tensor = self._linear(x, self._weight, more, "relu" if relu else "none", _NO_SCALARS, "")
-            return y
+            return self._linear(x, self._weight, more, "relu" if relu else "none", _NO_SCALARS, "")
         y = self._linear(x, self._weight, None, "none", _NO_SCALARS, "").add_(more)
         return F.relu_(y) if relu else y
 

@@ -102,7 +102,6 @@ class RequestBatches:
             for number, name in enumerate(names)
         }
         self._spec = spec
-        self._sides = {feature.name: feature.side for feature in spec.features}
         self._candidate_dense = requests.candidate_dense
         self._offsets = offsets_of(requests.num_candidates)
         self.num_requests = requests.num_requests
@@ -111,9 +110,10 @@ class RequestBatches:
         """Return the chosen requests, int64 [C], as a batch."""
         counts, candidates = positions_in(self._offsets, chosen)
         bags = {}
-        for name, side in self._sides.items():
-            lengths, positions = positions_in(self._bag_offsets[name], chosen if side == "context" else candidates)
-            bags[name] = torch.from_numpy(self._rows[positions]), torch.from_numpy(offsets_of(lengths))
+        for feature in self._spec.features:
+            of_side = chosen if feature.side == "context" else candidates
+            lengths, positions = positions_in(self._bag_offsets[feature.name], of_side)
+            bags[feature.name] = torch.from_numpy(self._rows[positions]), torch.from_numpy(offsets_of(lengths))
         return RowBatch(
             bags=bags,
             candidate_dense=torch.from_numpy(self._candidate_dense[candidates]),
@@ -183,8 +183,7 @@ class RankingNetwork(nn.Module):
 
     def forward(self, batch: RowBatch) -> Tensor:
         """Return logits [N]."""
-        logits: Tensor = self.ranking(self.inputs(batch))
-        return logits
+        return self.ranking.forward(self.inputs(batch))
 
     def inputs(self, batch: RowBatch) -> RankingInputs:
         """Make the ranking model's inputs."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -322,14 +323,13 @@ class FleetMember:
     def record(self, reports: Sequence[VersionReport], applied: Mapping[str, int]) -> NodeRecord:
         """Make the record that is announced."""
         topology = self.directory.topology()
-        # Where rows are on shard nodes this is a number, if only to say so before any of them was seen.
-        num_shards = None if self._local is not None else 1 if topology is None else topology.num_shards
         return NodeRecord(
             node_id=self._config.node_id,
             kind="serving",
             process_id=os.getpid(),
             address=self.address,
-            num_shards=num_shards,
+            # Where rows are on shard nodes this is a number, if only to say so before any of them was seen.
+            num_shards=None if self._local is not None else 1 if topology is None else topology.num_shards,
             memory_total_bytes=total_memory_bytes(),
             memory_available_bytes=available_memory_bytes(),
             applied=dict(applied),
@@ -403,12 +403,11 @@ class FleetMember:
 
     def _open(self, published: PublishedVersion, progress: Progress, closing: ExitStack) -> Snapshot:
         """Open a version without its row files, which are fetched and checked by whoever loads them."""
-        model, version, verify = published.model, published.version, self._config.verify
-        hold = partial(self._store.hold, model, version, identity=published.identity, with_rows=False)
-        files = closing.enter_context(hold(verify=verify, progress=progress))
+        model, version, identity = published.model, published.version, published.identity
+        options: dict[str, Any] = {"verify": self._config.verify, "progress": progress}
+        files = closing.enter_context(self._store.hold(model, version, identity=identity, with_rows=False, **options))
         with_rows = isinstance(self._config.store, Path)
-        checked = partial(Snapshot.open, files.path, published.identity, verify=verify, files="other")
-        return checked(rows_here=with_rows, progress=progress)
+        return Snapshot.open(files.path, identity, files="other", rows_here=with_rows, **options)
 
     def _connect(
         self, snapshot: Snapshot, topology: FleetRecord | None, closing: ExitStack
@@ -471,8 +470,7 @@ class FleetMember:
             if not self._service.generations.has(served.model, served.version):
                 self._service.metrics.forget_version(served.model, served.version)
 
-        name = f"discard-{served.model}-{served.version}"
-        self._service.begin_thread(discard, name, low_priority=False)
+        self._service.begin_thread(discard, f"discard-{served.model}-{served.version}", low_priority=False)
 
     def _loaded(self) -> set[tuple[str, int]]:
         generations = self._service.generations.all()

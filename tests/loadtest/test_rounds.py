@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from statistics import NormalDist
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from loadtest.bench.harness import Measure, compare_rounds, rotated, show_comparison
 
@@ -72,14 +70,14 @@ def test_measures_that_some_rounds_lack_are_left_out_or_have_no_ratios():
     assert (found.rounds, found.problems) == (2, ("it was late",))
 
 
-def test_subjects_are_printed_by_measure_with_their_ratios():
+def test_subjects_are_printed_by_measure_with_their_ratios(capsys):
     subjects = {f"{cards} cards": [{"p99": 1.0 * cards}, {"p99": 2.0 * cards}] for cards in (1, 2, 4)}
-    out = io.StringIO()
-    show_comparison(Console(file=out, width=80), compare_rounds("t", subjects, [P99], {}, ["it was late"]))
-    rows = [" ".join(line.split()) for line in out.getvalue().splitlines() if "cards  " in line]
+    show_comparison(compare_rounds("t", subjects, [P99], {}, ["it was late"]))
+    out = capsys.readouterr().out
+    rows = [" ".join(line.split()) for line in out.splitlines() if "cards  " in line]
     assert rows == [
         "p99, ms 1 cards 1.5",
         "2 cards 3 2.00 × [2.00, 2.00]",
         "4 cards 6 4.00 × [4.00, 4.00]",
     ]
-    assert out.getvalue().endswith("not valid: it was late\n")
+    assert out.endswith("not valid: it was late\n")

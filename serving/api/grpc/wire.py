@@ -191,18 +191,15 @@ def _shown(text: bytes) -> str:
 
 
 def _entry(name: bytes, value: bytes) -> _Entry:
-    return (name, value), len(name) + len(value) + ENTRY_OVERHEAD_BYTES, _problem(name, value)
-
-
-def _problem(name: bytes, value: bytes) -> str | None:
-    """Return what is wrong with a header by itself. Called for each literal, not each time the table names it."""
+    """Check a header by itself. Called for each literal, not each time the table names it."""
+    problem = None
     if _NAME.fullmatch(name) is None:
-        return f"the name of the header {_shown(name)} has a character that is not allowed"
-    if _WRONG_IN_VALUE.search(value) is not None:
-        return f"the header {_shown(name)}: {_shown(value)} has a character where it is not allowed"
-    if name in _OF_A_CONNECTION or (name == b"te" and value != b"trailers"):
-        return f"the header {_shown(name)}: {_shown(value)} is none of HTTP/2"
-    return None
+        problem = f"the name of the header {_shown(name)} has a character that is not allowed"
+    elif _WRONG_IN_VALUE.search(value) is not None:
+        problem = f"the header {_shown(name)}: {_shown(value)} has a character where it is not allowed"
+    elif name in _OF_A_CONNECTION or (name == b"te" and value != b"trailers"):
+        problem = f"the header {_shown(name)}: {_shown(value)} is none of HTTP/2"
+    return (name, value), len(name) + len(value) + ENTRY_OVERHEAD_BYTES, problem
 
 
 _STATIC: list[_Entry] = [_entry(name, value) for name, value in HeaderTable.STATIC_TABLE]
@@ -266,8 +263,7 @@ class HeaderDecoder:
     def _evict(self, room: int) -> None:
         table = self._table
         while self._table_bytes + room > self._max_table_bytes and len(table) > _FIRST_DYNAMIC:
-            last = table.pop()
-            self._table_bytes -= last[1]  # type: ignore[index]  # only entry 0 is None
+            self._table_bytes -= table.pop()[1]  # type: ignore[index]  # only entry 0 is None
 
 
 def _request_problem(headers: list[Header]) -> str | None:

@@ -54,13 +54,13 @@ def test_a_wrong_place_is_found(rows, monkeypatch, place):
     memory = rows._places(2)
     rows.card.tensor(memory, 0, (1,), torch.int32).fill_(place)
     monkeypatch.setattr(rows, "_places", lambda num_cards: memory)
-    bags = Bags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5, num_sets=1)
+    bags = Bags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5)
     with bags, pytest.raises(WrongAnswerError, match=r"dim 16, 2 bags of 5, 2 cards: a bag is .* off"):
         bags.check(2, 0)
 
 
 def test_unwritten_elements_are_found(rows):
-    with Bags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5, num_sets=1) as bags:
+    with Bags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5) as bags:
         rows.card.tensor(bags._runs, 8, (1,), torch.int32).zero_()  # The first run has no bag instead of one.
         with pytest.raises(WrongAnswerError, match="a bag is nan off"):
             bags.check(1, 0)
@@ -69,13 +69,13 @@ def test_unwritten_elements_are_found(rows):
 @pytest.mark.parametrize("in_flight", GATHER_KERNELS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_random_reads_pass_the_check(dim, in_flight):
-    with RowsOnCard(EmulatedCards(1), dim, 40_000) as rows, RandomGather(rows, 103, 3, 7, in_flight) as gather:
+    with RowsOnCard(EmulatedCards(1), dim, 40_000) as rows, RandomGather(rows, 103, 7, in_flight) as gather:
         gather.check(2)
 
 
 def test_a_read_of_another_row_is_found(rows, monkeypatch):
     monkeypatch.setattr("loadtest.gpu.rows.rows_read", lambda reads, count: rows_read(reads + 1, count))
-    with RandomGather(rows, 103, 3, 7, 4) as gather, pytest.raises(WrongAnswerError, match="gather_4"):
+    with RandomGather(rows, 103, 7, 4) as gather, pytest.raises(WrongAnswerError, match="gather_4"):
         gather.check(0)
 
 
