@@ -174,10 +174,8 @@ class Store:
 
     def no_version(self, model: str, version: int) -> SnapshotNotFoundError:
         """Make the error that names what exists in place of a version."""
-        versions = self.versions(model)
-        return SnapshotNotFoundError(
-            f"store {self.name} has no version {version} of model {model!r}; it has {versions}"
-        )
+        problem = f"no version {version} of model {model!r}; it has {self.versions(model)}"
+        return SnapshotNotFoundError(f"store {self.name} has {problem}")
 
     def hold(
         self,

@@ -181,10 +181,9 @@ class RemoteStore(Store):
             problem = f"identity (SHA-256 of its manifest) is {digest}, published was {identity}"
             raise SnapshotCorruptError(f"{url}: {problem}")
         rows = {entry.path for files in manifest.tables for entry in files.rows}
-        texts = {MANIFEST_NAME: content, CHECKSUM_NAME: checksum_line(digest).encode()}
         small = [
             FileEntry(path=path, size_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
-            for path, text in texts.items()
+            for path, text in ((MANIFEST_NAME, content), (CHECKSUM_NAME, checksum_line(digest).encode()))
         ]
         entries = [*small, *(entry for entry in manifest.files() if with_rows or entry.path not in rows)]
         # Before anything is written at such a path.
