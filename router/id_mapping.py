@@ -345,6 +345,4 @@ class IdMapper:
 
 
 def _spread(by_key: npt.NDArray[np.uint64], values_per_key: Int64Array) -> npt.NDArray[np.uint64]:
-    if (by_key == by_key[0]).all():
-        return by_key[:1]
-    return np.repeat(by_key, values_per_key)
+    return by_key[:1] if (by_key == by_key[0]).all() else np.repeat(by_key, values_per_key)

@@ -22,7 +22,7 @@ import xxhash
 from loader.errors import DeltaFormatError, cut
 from loader.registry.registry import MAX_SEQUENCE
 from loader.snapshot.buckets import Int64Array
-from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
+from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import MAX_COLUMN_SLICES, MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
@@ -103,7 +103,7 @@ def encode_checked(table: TableSpec, floats: Float32Array, where: str, numbers: 
 
 
 def _codecs(dtype: RowDtype, dims: Sequence[int]) -> list[RowCodec]:
-    return [codec_for(dtype, dim) for dim in dims]
+    return [RowCodec(dtype, dim) for dim in dims]
 
 
 def _cuts(sizes: Iterable[int]) -> list[int]:

@@ -557,7 +557,7 @@ class DeltaPublisher(AbstractContextManager["DeltaPublisher"]):
 
     def _call(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
-            return self._portal.call(work)
+            answer: T = self._portal.call(work)
         except (concurrent.futures.CancelledError, RuntimeError) as error:
             # The portal raises RuntimeError where it has ended.
             if not self._is_closed:
@@ -566,3 +566,4 @@ class DeltaPublisher(AbstractContextManager["DeltaPublisher"]):
                 raise DeltaError("the publisher is closed") from None
             outcome = "they may be published or not"
             raise DeltaError(f"the publisher was closed while it published {what}; {outcome}") from None
+        return answer

@@ -68,9 +68,8 @@ class Remembered:
                 self.desired[model] = record
         now = ((known, read.get(known.model)) for known in self.desired.values())
         lost = [known for known, there in now if there is None or there.epoch < known.epoch]
-        due = self._clock() - self._polled_at >= self._poll_every_s
         try:
-            if lost or due:
+            if lost or self._clock() - self._polled_at >= self._poll_every_s:
                 # Before what is wanted: while that is missing nobody starts a rollout, and the plan of one that was
                 # started would be overwritten by an older one that is given back after it.
                 await self._restore()
@@ -346,8 +345,7 @@ class Agent:
             reports = {(report.model, report.version): report for report in latest}
             record = self._actions.record([reports[key] for key in sorted(reports)], dict(self._applied))
             record = record.model_copy(update={"models": self._config.models, "draining": self._leaving})
-            fields = attrgetter("model", "version", "state", "reason", "identity")
-            states = list(map(fields, record.versions))
+            states = list(map(attrgetter("model", "version", "state", "reason", "identity"), record.versions))
             news = (states, record.applied, record.live, record.draining)
             now = self._clock()
             if news == self._announced_state and now - self._announced_at < self._config.heartbeat_s:

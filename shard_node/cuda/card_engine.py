@@ -367,8 +367,7 @@ class CardEngine:
         """
         if self._writer is None:
             raise ValueError("the engine is closed")
-        writer = self._writer
-        return sum(writer.write(table, rows[piece], stored[piece]) for piece in write_pieces(stored))
+        return sum(self._writer.write(table, rows[piece], stored[piece]) for piece in write_pieces(stored))
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Bytes held, by card and tier: rows and places of each card, its copies of hot rows, and, once, the host's."""

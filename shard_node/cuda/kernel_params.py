@@ -14,7 +14,7 @@ from typing import Literal, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.tables import RowDtype
 
 ByteArray = npt.NDArray[np.uint8]
@@ -221,7 +221,7 @@ class RowFormat:
     @lru_cache(maxsize=256)
     def of(cls, dtype: RowDtype, embedding_dim: int) -> Self:
         """Return the format of rows of `embedding_dim` elements stored as `dtype`."""
-        row_bytes, tail_bytes = codec_for(dtype, embedding_dim).row_bytes, _TAIL_BYTES[dtype]
+        row_bytes, tail_bytes = RowCodec(dtype, embedding_dim).row_bytes, _TAIL_BYTES[dtype]
         code_bytes = row_bytes - tail_bytes
         tail_offset = round_up(code_bytes, tail_bytes) if tail_bytes else code_bytes
         stride, chunks = round_up(tail_offset + tail_bytes), -(-code_bytes // CHUNK_BYTES)

@@ -104,8 +104,7 @@ class ServerConnection(FrameConnection, Accepted):
         size_bytes = HEADER.size + frame.body.size
         self._untaken -= size_bytes
         self._is_idle = False
-        answer = partial(self._send_answer, size_bytes)
-        self._handler.handle(frame, deadline, answer, self.peer_load)
+        self._handler.handle(frame, deadline, partial(self._send_answer, size_bytes), self.peer_load)
         self._frame_begun_at = self._clock()
 
     def stream_broken(self, error: WireError, request_id: int) -> None:
