@@ -38,7 +38,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import starmap
 from pathlib import Path
@@ -190,17 +190,15 @@ class RemoteStore(Store):
         for entry in entries:
             check_relative_path(url, entry.path)
         try:
-            snapshot = self._hold(digest, model, version, is_checked=verify)
-            try:
+            with ExitStack() as undo:
+                snapshot = undo.enter_context(self._hold(digest, model, version, is_checked=verify))
                 missing_files(snapshot.path, small, verify=True)
                 if missing_files(snapshot.path, entries, verify, progress):
                     # Another process may fetch them meanwhile.
                     with self._locked(progress):
                         if missing := missing_files(snapshot.path, entries):
                             self._fetch(snapshot.path, missing, progress)
-            except BaseException:
-                snapshot.close()
-                raise
+                undo.pop_all()
         except OSError as error:
             raise StoreError(f"store cache {self.path}: {error}", kind="store_cache") from error
         return snapshot

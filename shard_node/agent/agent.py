@@ -114,7 +114,7 @@ class Remembered:
 @dataclass(slots=True)
 class _Retirement:
     report: VersionReport
-    announced_at: float | None = None
+    announced_at: float = float("inf")
     task: asyncio.Task[None] | None = None
 
 
@@ -321,7 +321,7 @@ class Agent:
             self._going[key] = _Retirement(report.model_copy(update={"state": "draining", "reason": ""}))
         until = self._clock() - self._config.unannounce_grace_s
         for key, going in self._going.items():
-            if going.task is None and going.announced_at is not None and going.announced_at <= until:
+            if going.task is None and going.announced_at <= until:
                 going.task = asyncio.create_task(self._withdraw(*key), name=f"retire {key[0]} {key[1]}")
 
     async def _withdraw(self, model: str, version: int) -> None:
@@ -359,8 +359,7 @@ class Agent:
             if self._remembered.is_read:
                 self.announced = record
             for retirement in self._going.values():
-                if retirement.announced_at is None:
-                    retirement.announced_at = self._clock()
+                retirement.announced_at = min(retirement.announced_at, self._clock())
 
     async def _written(self) -> None:
         if self._writing is not None:
