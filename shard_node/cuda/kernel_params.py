@@ -144,7 +144,6 @@ def pointers_to(params: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.c_voi
     return (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Places: one uint32 a row, `slot << owner_bits | owner`. Owners: cards 0 .. N - 1; N, every card (a hot row: each has a
 # copy, at the same slot); N + 1, the host's pinned memory. Slots count from 0 for each table and owner. The last slot
 # that the bits could say is never used, so that no place is `NOT_HERE`.
@@ -185,7 +184,6 @@ def owners_of(places: UInt32Array, num_cards: int) -> UInt8Array:
     return owners
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rows: the stored numbers, moved apart so that every row begins at a multiple of 16 bytes; nothing is quantised anew.
 
 
