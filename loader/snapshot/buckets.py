@@ -148,8 +148,7 @@ class FileOrder:
         buckets = self.buckets
         if buckets.seed is None:
             return positions + self.first_row
-        edges = positions.searchsorted(self.starts)
-        bucket = np.repeat(np.arange(buckets.count), np.diff(edges))
+        bucket = np.repeat(np.arange(buckets.count), np.diff(positions.searchsorted(self.starts)))
         block = positions - self.starts.take(bucket)
         block += self.first_row >> buckets.slot_shift
         rows = block << buckets.slot_shift

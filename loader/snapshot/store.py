@@ -328,10 +328,9 @@ def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) 
     """Return the SHA-256 (hex) of a file, in bounded memory; `on_bytes` gets the bytes done since its last call."""
     digest = hashlib.sha256()
     buffer = bytearray(_HASH_CHUNK_BYTES)
-    view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            digest.update(view[:count])
+            digest.update(memoryview(buffer)[:count])
             on_bytes(count)
     return digest.hexdigest()
 

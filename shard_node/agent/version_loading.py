@@ -88,13 +88,12 @@ class Stagings:
             attempts.setdefault(version, _Attempt())
         if any(attempt.task is not None for attempt in attempts.values()):
             return
-        now = self._clock()
         for version in missing:
             attempt = attempts[version]
             is_over = attempt.state == "refused" and not attempt.passing and version != desired.live
             if waits_for and attempt.state == "waiting":
                 attempt.reason = cut_reason(waits_for)
-            elif not waits_for and attempt.due <= now and not is_over:
+            elif not waits_for and attempt.due <= self._clock() and not is_over:
                 name = f"stage {desired.model} {version}"
                 attempt.task = asyncio.create_task(self._attempt(attempt, version, desired), name=name)
                 return

@@ -273,9 +273,8 @@ def block_runs(shapes: BatchShapes, bags: KeyedBags, tables: Int64Array) -> tupl
     Also, for each group, the elements [first, end) of its block; blocks are aligned to 16 bytes.
     """
     dims = shapes.dim_of_table[tables]
-    elements = bags.bags_per_key * dims
     ends = np.zeros(tables.size + 1, np.int64)
-    np.cumsum(elements, out=ends[1:])
+    np.cumsum(bags.bags_per_key * dims, out=ends[1:])
     groups = shapes.layout.groups
     first_keys = np.searchsorted(tables, [*(group.first_table for group in groups), groups[-1].end_table])
     edges = ends[first_keys]

@@ -104,12 +104,11 @@ class CardTableLoad(TableLoad):
     def build(self, progress: Progress) -> CardEngine:
         """As `TableLoad.build`."""
         cards = self._card_set.cards
-        placer = Placer(self.plan)
         with ExitStack() as undo:
             arenas: list[ArenaOnCards] = []
             # Last in, first out: the cards have ended what was put on them before any memory is freed.
             for group in self.plan.layout.groups:
-                arena = ArenaOnCards(cards, group, placer)
+                arena = ArenaOnCards(cards, group, Placer(self.plan))
                 undo.callback(arena.free)
                 arenas.append(arena)
             with closing(CardFill(self._snapshot, self.plan, cards, progress, self._upload_bytes)) as fill:

@@ -201,9 +201,8 @@ def encode_info_answer(request_id: int, info: NodeInfo) -> list[Buffer]:
 
 def decode_info_answer(frame: Frame) -> NodeInfo:
     """Read an INFO_ANSWER frame."""
-    fields = _decode_fields(frame.body, "INFO_ANSWER")
     with refused_as(WireError, "INFO_ANSWER fields are not a NodeInfo: "):
-        return NodeInfo.model_validate_json(bytes(fields))
+        return NodeInfo.model_validate_json(bytes(_decode_fields(frame.body, "INFO_ANSWER")))
 
 
 def encode_counts(request_id: int, budget_us: int, model: str, version: int) -> list[Buffer]:

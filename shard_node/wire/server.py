@@ -96,11 +96,10 @@ class ServerConnection(FrameConnection, Accepted):
 
     def frame_received(self, frame: Frame) -> None:
         """Has it answered."""
-        # A frame that came in pieces spent its budget from its first byte on.
-        begun_at = self._frame_begun_at
         self._stop_receive_timer()
         budget_us = frame.header.budget_us
-        deadline = begun_at + budget_us * 1e-6 if budget_us else None
+        # A frame that came in pieces spent its budget from its first byte on.
+        deadline = self._frame_begun_at + budget_us * 1e-6 if budget_us else None
         size_bytes = HEADER.size + frame.body.size
         self._untaken -= size_bytes
         self._is_idle = False
