@@ -334,8 +334,7 @@ class IdMapper:
         bag_of_batch = np.searchsorted(bags.offsets, positions[refused], side="right") - 1
         refused_bags, first = np.unique(bag_of_batch, return_index=True)
         at, segment = positions[refused][first], segment[refused][first]
-        bag = refused_bags - bags.bag_starts()[segment]
-        rejected = RejectedIds(bags.keys[segment], bag, bags.values[at])
+        rejected = RejectedIds(bags.keys[segment], refused_bags - bags.bag_starts()[segment], bags.values[at])
         mapped, skipped = bags.with_values(rows, bags.weights), positions[policy == _SKIP]
         if skipped.size:
             keep = np.ones(rows.size, dtype=bool)

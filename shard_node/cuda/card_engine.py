@@ -307,7 +307,6 @@ class CardEngine:
         self.plan = plan
         self.layout = layout
         self._arenas = tuple(arenas)
-        streams = [card.stream() for card in cards.cards]
         self._counters = CardCounters(cards)
         self._writer: RowWriter | None = None
         self._pools: list[HostPool] = []
@@ -317,7 +316,7 @@ class CardEngine:
                 cards=cards,
                 shapes=BatchShapes(layout),
                 arenas=self._arenas,
-                order=WriteOrder(streams),
+                order=WriteOrder([card.stream() for card in cards.cards]),
                 checks=RowChecks(layout, plan.partition),
                 counters=self._counters.memories,
                 lookups=LookupCounts(layout),
