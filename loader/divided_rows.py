@@ -223,8 +223,7 @@ class _PartRows(RowSource):
             yield (total / max(count, 1)).astype(np.float32)[None, :]
 
     def fingerprint(self) -> str:
-        classes = hashlib.sha256(self._classes.data).hexdigest()
-        return f"{self._source.fingerprint()} {classes} {self._number}"
+        return f"{self._source.fingerprint()} {hashlib.sha256(self._classes.data).hexdigest()} {self._number}"
 
     def _of_class(self, chunk: int, number: int) -> Float32Array:
         first = chunk * _CHUNK_ROWS

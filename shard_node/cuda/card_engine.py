@@ -229,8 +229,7 @@ class HostPool:
             out, down = self._outputs(runs.out_bytes)
 
             def put() -> None:
-                address = self._upload.send(0, 0, layout.size_bytes)
-                lane.put(lane.launches(layout, address, out.address, "fp32"))
+                lane.put(lane.launches(layout, self._upload.send(0, 0, layout.size_bytes), out.address, "fp32"))
 
             lane.launch(put)
             lane.card.copy_to_host(down, 0, out.address, runs.out_bytes, lane.stream)

@@ -247,8 +247,7 @@ class CardFill:
             stored = items.take(piece).view(np.uint8).reshape(piece.size, -1)
             rows = order.rows_at(piece)
             check_finite(self._snapshot.path / files.rows[index].path, table, stored, rows)
-            local = number - arena.group.first_table
-            self._send_rows(arena, local, rows, stored, places_of(rows))
+            self._send_rows(arena, number - arena.group.first_table, rows, stored, places_of(rows))
             self._done_bytes += stored.nbytes
             if self._done_bytes - self._reported_bytes >= min(PIECE_BYTES, self._upload_bytes):
                 self._report()
