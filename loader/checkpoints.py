@@ -26,20 +26,15 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import FLOAT_DTYPES, ArrayRows, RowSource, file_fingerprint
 from loader.snapshot.tables import AnyTable, DividedTable, projection_name
 
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
-    (_METADATA_MODULE, "Metadata"),
-    (_METADATA_MODULE, "MetadataIndex"),
-    (_METADATA_MODULE, "TensorStorageMetadata"),
-    (_METADATA_MODULE, "TensorProperties"),
-    (_METADATA_MODULE, "ChunkStorageMetadata"),
-    (_METADATA_MODULE, "BytesStorageMetadata"),
-    (_METADATA_MODULE, "StorageMeta"),
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties"),
+        *("ChunkStorageMetadata", "BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "collections": ("OrderedDict",),
 }
 
 Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -60,7 +55,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return PurePosixPath  # the folder it was saved to: of no use here, and a pure path touches no disk
         if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
             return dtype
-        if (module_name, global_name) not in _METADATA_CLASSES:
+        if global_name not in _METADATA_CLASSES.get(module_name, ()):
             raise pickle.UnpicklingError(f"{module_name}.{global_name} is no part of checkpoint metadata")
         return super().find_class(module_name, global_name)
 
@@ -303,8 +298,7 @@ def _state_dict(path: Path) -> dict[str, _Mapped]:
         raise CheckpointError(f"{path}: can't be read as a state_dict in torch's zip format: {error}") from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a state_dict")
-    tensors = _flattened(content, "")
-    return {name: _Mapped(path, tuple(tensor.shape), tensor.detach) for name, tensor in tensors}
+    return {name: _Mapped(path, tuple(tensor.shape), tensor.detach) for name, tensor in _flattened(content, "")}
 
 
 def _flattened(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

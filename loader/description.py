@@ -128,7 +128,6 @@ class TableDescription(Frozen):
         return self
 
     def _ways(self) -> list[str]:
-        """Return what divides it into parts, by name."""
         ways = {
             "id_mapping quotient_remainder": isinstance(self.id_mapping, QuotientRemainderMapping),
             "dtype by popularity": not isinstance(self.dtype, str),
@@ -170,8 +169,7 @@ class TableDescription(Frozen):
         else:
             division = {"id_mapping": mapping}
             if isinstance(self.dtype, DtypeByPopularity):
-                hot = Block(share=self.dtype.hot_share, dtype=self.dtype.hot)
-                blocks = (hot, Block(dtype=self.dtype.cold))
+                blocks = (Block(share=self.dtype.hot_share, dtype=self.dtype.hot), Block(dtype=self.dtype.cold))
             left = rows - pruned
             sizes = [max(1, round((block.share or 0) * left)) for block in blocks[:-1]]
             if (last := left - sum(sizes)) < 1:

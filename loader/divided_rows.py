@@ -48,8 +48,7 @@ def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: floa
     if not 0 < keep_share <= 1:
         raise ExportError(f"keep_share: {keep_share:g} is not above 0 and at most 1")
     _check_counts(table, counts, counts.size)
-    total = int(counts.sum(dtype=np.uint64))
-    if not total:
+    if not counts.any():
         raise ExportError(f"table {table!r}: no row of it was looked up: pruned, it would be empty")
     return rows_with_share(np.sort(counts[counts > 0])[::-1], keep_share)
 
@@ -185,8 +184,7 @@ def part_counts(
     if not isinstance(table, DividedTable) or (classes is None and table.buckets is None):
         return {parts[0].name: _as_uint32(counts)}
     if table.buckets is not None:
-        ids = np.arange(counts.size)
-        rows = ids // table.buckets, ids % table.buckets
+        rows = np.divmod(np.arange(counts.size), table.buckets)
         return {
             part.name: _as_uint32(np.bincount(of_part, counts, part.num_embeddings))
             for part, of_part in zip(parts, rows, strict=True)
@@ -225,9 +223,7 @@ class _PartRows(RowSource):
             yield (total / max(count, 1)).astype(np.float32)[None, :]
 
     def fingerprint(self) -> str:
-        """Of the source, and of which of its rows these are."""
-        classes = hashlib.sha256(self._classes.data).hexdigest()
-        return f"{self._source.fingerprint()} {classes} {self._number}"
+        return f"{self._source.fingerprint()} {hashlib.sha256(self._classes.data).hexdigest()} {self._number}"
 
     def _of_class(self, chunk: int, number: int) -> Float32Array:
         first = chunk * _CHUNK_ROWS

@@ -23,6 +23,7 @@ import numpy as np
 
 from loader.access_counts import AccessCounter
 from loader.errors import ShardrankError, UnavailableError
+from loader.progress import end_tasks
 from loader.registry.fleet import FleetRegistry
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
@@ -235,9 +236,7 @@ class HotRowsKeeper:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await end_tasks(tasks)
 
     async def _check_nodes(self, shards: Sequence[ReplicatedShard], *, follows: bool) -> list[ServedVersion]:
         """Return, of each shard that has nodes with the version, what the one reports that has the most deltas.
@@ -334,8 +333,7 @@ class HotRowsKeeper:
             tables, counts = np.unique(keys >> TABLE_SHIFT, return_counts=True)
             rows = keys & ((1 << TABLE_SHIFT) - 1)
             bags = KeyedBags.from_lengths(tables.astype(np.int32), counts, np.ones(rows.size, np.int64), rows)
-            owners = self._owners.of(bags, lambda: every, first)
-            for part in split(bags, owners, range(every.size)):
+            for part in split(bags, self._owners.of(bags, lambda: every, first), range(every.size)):
                 for piece in self._cutter.cut(part):
                     started_at = time.monotonic()
                     # Deltas that are applied here from now on are kept: what is read need not have them.

@@ -334,8 +334,7 @@ class IdMapper:
         bag_of_batch = np.searchsorted(bags.offsets, positions[refused], side="right") - 1
         refused_bags, first = np.unique(bag_of_batch, return_index=True)
         at, segment = positions[refused][first], segment[refused][first]
-        bag = refused_bags - bags.bag_starts()[segment]
-        rejected = RejectedIds(bags.keys[segment], bag, bags.values[at])
+        rejected = RejectedIds(bags.keys[segment], refused_bags - bags.bag_starts()[segment], bags.values[at])
         mapped, skipped = bags.with_values(rows, bags.weights), positions[policy == _SKIP]
         if skipped.size:
             keep = np.ones(rows.size, dtype=bool)
@@ -345,6 +344,4 @@ class IdMapper:
 
 
 def _spread(by_key: npt.NDArray[np.uint64], values_per_key: Int64Array) -> npt.NDArray[np.uint64]:
-    if (by_key == by_key[0]).all():
-        return by_key[:1]
-    return np.repeat(by_key, values_per_key)
+    return by_key[:1] if (by_key == by_key[0]).all() else np.repeat(by_key, values_per_key)

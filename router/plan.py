@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
@@ -204,7 +204,7 @@ class Plan:
 
 def table_bytes(table: TableSpec) -> int:
     """Count the bytes that a table's rows take as stored."""
-    return table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes
+    return table.num_embeddings * RowCodec(table.dtype, table.embedding_dim).row_bytes
 
 
 def _largest_first(layout: TableLayout) -> list[tuple[int, TableSpec]]:

@@ -245,7 +245,6 @@ class ReplicatedShard:
         return sorted(results, key=lambda result: result[0]), failures
 
     def _follow(self) -> None:
-        """Let replicas join and leave as the source says."""
         epoch, addresses = self._source.current()
         if epoch == self._epoch or self._is_closed:
             return

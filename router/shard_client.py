@@ -345,7 +345,6 @@ class ShardClient:
         peers = None if context is None else context.peers
         connection = ShardConnection(self.address, self.limits, peers, self._leave, self._end)
         self._open.add(connection)
-        is_usable = False
         try:
             async with within(self._connect_timeout_s, "no connection", NodeUnavailableError):
                 if self.address.is_unix:
@@ -367,13 +366,12 @@ class ShardClient:
                 connection.takes_traces = info.takes_traces
             if connection.is_leaving:
                 raise NodeUnavailableError("the node is draining")
-            is_usable = True
             return connection
-        finally:
-            if not is_usable:
-                connection.abort()
-                # Cancelled between its start and its report, uvloop never reports its end.
-                self._open.discard(connection)
+        except BaseException:
+            connection.abort()
+            # Cancelled between its start and its report, uvloop never reports its end.
+            self._open.discard(connection)
+            raise
 
     def _leave(self, connection: ShardConnection, reason: str) -> None:
         if self.connection is connection:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 from loader.access_counts import AccessCounts
 from loader.description import Block, DtypeByPopularity, QuotientRemainderMapping, TableDescription
 from loader.divided_rows import rows_with_share
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.row_classes import classes_bytes
 from loader.snapshot.tables import DividedTable, Frozen, HashMapping, RowDtype, TableSpec
 from router.table_sizing import RowLookups, TableIds, smallest_size
@@ -108,7 +108,7 @@ class LeveredTable:
     def stored_bytes(self) -> int:
         """Count the bytes of its rows with their scales, and `class_bytes`."""
         return self.class_bytes + sum(
-            part.num_embeddings * codec_for(part.dtype, dim).row_bytes
+            part.num_embeddings * RowCodec(part.dtype, dim).row_bytes
             for part in self.stored[0]
             for dim in part.slice_dims
         )
@@ -350,7 +350,7 @@ def _composed(table: LeveredTable, excess: int) -> LeveredTable | None:
         return None
     ids = table.num_embeddings
     least = max(isqrt(ids), ceil(ids * _LEAST_BUCKETS_SHARE))
-    row_bytes = codec_for(table.stored[0][0].dtype, table.table.embedding_dim).row_bytes
+    row_bytes = RowCodec(table.stored[0][0].dtype, table.table.embedding_dim).row_bytes
     room = (table.stored_bytes - excess) // row_bytes - 1  # ceil adds less than a row
     buckets = (room + isqrt(room * room - 4 * ids)) // 2 if room > 0 and room * room > 4 * ids else 0
     mapping = QuotientRemainderMapping(buckets=min(max(buckets, least), ids))

@@ -261,7 +261,6 @@ def measure(table: TableDescription, stored_bytes: int, rows: RowLookups, ids: T
     """Measure a table by its rows' lookups and, if they are known, its ids; `stored_bytes` are of all its rows."""
     num_embeddings, total = int(table.num_embeddings), max(rows.total, 1)
     shares = np.append(0, np.cumsum(rows.lookups)) / total
-
     heads = [(share, math.ceil(share * rows.lookups.size)) for share in HEAD_SHARES]
     num_ids = None if ids is None else ids.ids.size
     is_hashed = isinstance(table.id_mapping, HashMapping) and num_ids is not None

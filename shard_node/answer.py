@@ -95,8 +95,7 @@ def travel_as_stored(group: Group, values_per_key: Int64Array, bags_per_key: Int
 
     They do where that takes no more bytes than float16 sums, and where there is no more than one value for each bag.
     """
-    most = max(group.row_bytes, 2 * group.embedding_dim)
-    return values_per_key * group.row_bytes <= bags_per_key * most
+    return values_per_key * group.row_bytes <= bags_per_key * max(group.row_bytes, 2 * group.embedding_dim)
 
 
 def group_keys(layout: TableLayout, bags: KeyedBags) -> list[tuple[Group, int, int]]:

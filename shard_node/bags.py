@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import RowDtype, TableSpec
 from shard_node.errors import InvalidBagsError
@@ -225,7 +225,7 @@ class Group:
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of one stored row."""
-        return codec_for(self.dtype, self.embedding_dim).row_bytes
+        return RowCodec(self.dtype, self.embedding_dim).row_bytes
 
 
 @dataclass(frozen=True)
@@ -245,11 +245,7 @@ class TableLayout:
     def of(cls, spec: ModelSpec) -> TableLayout:
         """Sorts the stored tables by (embedding_dim, dtype); within a group they keep the model's order."""
         tables = tuple(sorted(spec.stored_tables, key=lambda table: (table.embedding_dim, table.dtype)))
-        edges = [
-            0,
-            *(end for end in range(1, len(tables)) if _kind(tables[end]) != _kind(tables[end - 1])),
-            len(tables),
-        ]
+        edges = accumulate((len(list(alike)) for _, alike in groupby(tables, _kind)), initial=0)
         number = {table.name: at for at, table in enumerate(tables)}
         sliced = tuple(
             (table.name, tuple(number[one.name] for one in table.slices)) for table in spec.tables if table.column_dims
@@ -367,7 +363,7 @@ class TableLayout:
         for one in table:
             self._check_table(one)
         specs = [self.tables[one] for one in table]
-        ends = list(accumulate(codec_for(one.dtype, one.embedding_dim).row_bytes for one in specs))
+        ends = list(accumulate(RowCodec(one.dtype, one.embedding_dim).row_bytes for one in specs))
         if not ends or len(set(table)) != len(table) or stored.shape != (rows.size, ends[-1]):
             raise InvalidBagsError(
                 f"tables {[one.name for one in specs]}: stored must be uint8 {[rows.size, *ends[-1:]]} for tables that "
@@ -388,7 +384,7 @@ class TableLayout:
         where = f"table {spec.name!r}"
         if rows.ndim != 1 or rows.dtype != np.int64:
             raise InvalidBagsError(f"{where}: rows must be flat int64, got {rows.dtype} {list(rows.shape)}")
-        shape = (rows.size, codec_for(spec.dtype, spec.embedding_dim).row_bytes)
+        shape = (rows.size, RowCodec(spec.dtype, spec.embedding_dim).row_bytes)
         if stored.dtype != np.uint8 or stored.shape != shape or not stored.flags.c_contiguous:
             raise InvalidBagsError(
                 f"{where}: stored must be contiguous uint8 {list(shape)}, got {stored.dtype} {list(stored.shape)}"

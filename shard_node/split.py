@@ -138,8 +138,7 @@ def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owner
     starts = np.append(starts, order.size)
     for number, begin, end in zip(present.tolist(), edges[:-1], edges[1:], strict=True):
         offsets = starts[begin : end + 1] - starts[begin]
-        positions = order[starts[begin] : starts[end]]
-        yield number, positions, bag_of_value[starts[begin:end]], offsets
+        yield number, order[starts[begin] : starts[end]], bag_of_value[starts[begin:end]], offsets
 
 
 def changes(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:

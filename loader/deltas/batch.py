@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, TypeAlias
@@ -22,7 +22,7 @@ import xxhash
 from loader.errors import DeltaFormatError, cut
 from loader.registry.registry import MAX_SEQUENCE
 from loader.snapshot.buckets import Int64Array
-from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec, codec_for
+from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import MAX_COLUMN_SLICES, MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
@@ -94,16 +94,13 @@ def encode_checked(table: TableSpec, floats: Float32Array, where: str, numbers: 
     """
     slices: list[ByteArray] = []
     columns = np.split(floats, _cuts(table.slice_dims), axis=1)
-    for codec, part in zip(_codecs(table.dtype, table.slice_dims), columns, strict=True):
+    for dim, part in zip(table.slice_dims, columns, strict=True):
+        codec = RowCodec(table.dtype, dim)
         stored = codec.encode(part) if numbers.size else np.zeros((0, codec.row_bytes), np.uint8)
         if (bad := codec.first_non_finite(stored)) is not None:
             raise DeltaFormatError(f"{where}: row {numbers[bad]} has values that {table.dtype} can't hold")
         slices.append(stored)
     return slices[0] if len(slices) == 1 else np.concatenate(slices, axis=1)
-
-
-def _codecs(dtype: RowDtype, dims: Sequence[int]) -> list[RowCodec]:
-    return [codec_for(dtype, dim) for dim in dims]
 
 
 def _cuts(sizes: Iterable[int]) -> list[int]:
@@ -221,7 +218,7 @@ class DeltaBatch:
             )
         if self.rows[-1] >= table.num_embeddings:
             raise DeltaFormatError(f"{where}: row {self.rows[-1]} is not in 0..{table.num_embeddings - 1}")
-        codecs = _codecs(self.dtype, dims)
+        codecs = [RowCodec(self.dtype, dim) for dim in dims]
         parts = np.split(self.stored, _cuts(codec.row_bytes for codec in codecs), axis=1)
         for codec, stored in zip(codecs, parts, strict=True):
             if (bad := codec.first_non_finite(stored)) is not None:
@@ -245,7 +242,7 @@ class DeltaBatch:
         if dims and not (2 <= len(dims) <= MAX_COLUMN_SLICES and min(dims) >= 1 and sum(dims) == self.embedding_dim):
             allowed = f"allowed are none, or 2 to {MAX_COLUMN_SLICES} that add up to them"
             raise DeltaFormatError(f"{self.name}: {self.embedding_dim} columns in slices of {cut(columns)}; {allowed}")
-        row_bytes = sum(codec.row_bytes for codec in _codecs(self.dtype, self.slice_dims))
+        row_bytes = sum(RowCodec(self.dtype, dim).row_bytes for dim in self.slice_dims)
         if self.stored.dtype != np.uint8 or self.stored.shape != (self.rows.size, row_bytes):
             raise DeltaFormatError(
                 f"{self.name}: stored rows are {self.stored.dtype} {list(self.stored.shape)}, {self.rows.size} rows of "

@@ -249,5 +249,4 @@ def encode_commit(
         )
     )
     digest = digest_of(content)
-    rows = b"".join((*pieces, heads))
-    return MAGIC + digest + content, rows, Tail(batch.sequence, digest, bytes(heads))
+    return MAGIC + digest + content, b"".join((*pieces, heads)), Tail(batch.sequence, digest, bytes(heads))

@@ -187,16 +187,12 @@ class _Stream(_Area):
         folder = self.path if block is None else self.path / f"{block:020d}"
         return sorted(int(name) for name in self.files.names(folder) if name.isdigit())
 
-    @property
-    def head(self) -> Path:
-        return self.path / "head"
-
     def rows(self, sequence: int) -> Path:
         return self.entry(sequence).with_suffix(".rows")
 
     def ends(self) -> StreamBounds:
         """Return the first number that is kept, and the last when that was written."""
-        content = self.files.read(self.head) or self.files.read(self.path / "ends")
+        content = self.files.read(self.path / "head") or self.files.read(self.path / "ends")
         if content is None:
             return StreamBounds(0, 0)
         numbers = content.split()
@@ -355,7 +351,7 @@ class DirectoryRegistry:
             last = entries.bounds().last
             if self._is_there(entries, last, entry, by):
                 return
-            if self._files.read(entries.head) is not None:
+            if self._files.read(entries.path / "head") is not None:
                 raise StreamSequenceError(f"stream {stream} ends with {last}: format 1 is over")
             if last and sequence != last + 1:
                 raise StreamSequenceError(f"stream {stream} ends with {last}: {sequence} was to follow {sequence - 1}")
@@ -374,8 +370,8 @@ class DirectoryRegistry:
             if last != expected.sequence or (expected.payload and not entries.ends_with(last, expected)):
                 follows = f"{entry.sequence} was to follow {expected.sequence}"
                 raise StreamSequenceError(f"stream {stream} ends with {last}: {follows}")
-            if self._files.read(entries.head) is None:
-                entries.write(entries.head, b"%d %d" % (entries.ends().first, last))
+            if self._files.read(entries.path / "head") is None:
+                entries.write(entries.path / "head", b"%d %d" % (entries.ends().first, last))
             if self._files.read(entries.path / "ends") != (closed := b"%d %d" % (MAX_SEQUENCE, MAX_SEQUENCE)):
                 entries.write(entries.path / "ends", closed)
             entries.write(entries.rows(entry.sequence), rows)
@@ -445,7 +441,7 @@ class DirectoryRegistry:
             if now.last == 0:
                 return
             first = max(now.first, min(before, now.last + 1))
-            path = entries.path / "ends" if self._files.read(entries.head) is None else entries.head
+            path = entries.path / "ends" if self._files.read(entries.path / "head") is None else entries.path / "head"
             entries.write(path, b"%d %d" % (first, now.last))
             entries.drop_below(first)
 

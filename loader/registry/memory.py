@@ -68,6 +68,5 @@ def single_process_fleet(name: str, version: PublishedVersion) -> FleetRegistry:
     """Return a fleet in memory whose only process shall serve that version, and applies no deltas to it."""
     only = (version.version,)
     desired = WantedModel(model=version.model, epoch=1, live=version.version, hold=only, serve=only)
-    records = {version_key(version.model, version.version): version, wanted_key(version.model): desired}
-    encoded = {key: record.model_dump_json().encode() for key, record in records.items()}
-    return FleetRegistry(MemoryRegistry(name, encoded))
+    keys = {version_key(version.model, version.version): version.encode(), wanted_key(version.model): desired.encode()}
+    return FleetRegistry(MemoryRegistry(name, keys))

@@ -372,9 +372,7 @@ class RedisRegistry:
         expected = [str(last.sequence), xxhash.xxh3_128_hexdigest(last.payload) if last.payload else ""]
         await self._append(stream, entry, expected, rows, by)
 
-    async def _append(
-        self, stream: str, entry: StreamEntry, expected: list[str], rows: bytes = b"", by: Publisher = ANYBODY
-    ) -> None:
+    async def _append(self, stream: str, entry: StreamEntry, expected: list[str], rows: bytes, by: Publisher) -> None:
         check_entry(stream, entry)
         keys = [*self._stream(stream), self._at("rows", stream, str(entry.sequence))]
         # The same bytes are the same entry, whoever tries again.
@@ -431,8 +429,7 @@ class RedisRegistry:
 
     async def stream_size(self, stream: str) -> tuple[int, int]:
         key, _, head = self._stream(check_stream(stream))
-        commands = ("XLEN", key), ("MEMORY", "USAGE", key), ("HGET", head, "bytes")
-        entries, commits, rows = await self._pipeline(*commands)
+        entries, commits, rows = await self._pipeline(("XLEN", key), ("MEMORY", "USAGE", key), ("HGET", head, "bytes"))
         return int(entries), int(commits or 0) + int(rows or 0)
 
     async def max_stream_bytes(self) -> float:

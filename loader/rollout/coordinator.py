@@ -285,17 +285,16 @@ class Coordinator:
 
     async def _lead(self) -> bool:
         now, ttl_s = self._monotonic(), self._config.lock_ttl_s
-        led = self.leads
         if self._lock_until is not None and 2 * ttl_s / 3 < self._lock_until - now:
             return True
         if not await self._fleet.registry.acquire(COORDINATOR_LOCK, self._owner, ttl_s):
-            if led:
+            if self.leads:
                 logger.warning("another coordinator has taken over")
             self._lose_lock()
             return False
-        self._lock_until = now + ttl_s
-        if not led:
+        if not self.leads:
             logger.info("this coordinator (%s) carries out the rollouts", self._owner)
+        self._lock_until = now + ttl_s
         return True
 
     async def _tick_model(self, model: str, view: FleetView, elapsed_s: float) -> bool:

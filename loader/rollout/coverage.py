@@ -169,13 +169,12 @@ def refusals(rollout: Rollout, view: FleetView) -> str:
 
     What may pass by itself counts only once the rollout is committed: until then the step waits for it.
     """
-    reports = (
-        (node, node.report(rollout.model, rollout.to_version)) for node in (*view.shard_nodes(), *view.serving())
-    )
     return "; ".join(
         f"{node.node_id}: {report.reason or 'no reason given'}"
-        for node, report in reports
-        if report is not None and report.state == "refused" and (rollout.committed or not report.passing)
+        for node in (*view.shard_nodes(), *view.serving())
+        if (report := node.report(rollout.model, rollout.to_version)) is not None
+        and report.state == "refused"
+        and (rollout.committed or not report.passing)
     )
 
 

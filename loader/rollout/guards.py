@@ -101,15 +101,14 @@ def compare(live: VersionStats, new: VersionStats, limits: GuardLimits, *, live_
     fewest = min(live.requests, new.requests) if live_answers else new.requests
     numbers = {"live": VersionNumbers.from_stats(live), "new": VersionNumbers.from_stats(new)}
     missing, needed = max(0, limits.min_requests - fewest), limits.min_requests or MIN_REQUESTS
+    allowed = min(live.errors / max(live.requests, 1) + limits.max_error_rate_increase, 1.0)
     if min(live.requests, new.requests) < needed:
         reason = f"too little traffic to compare: {needed} requests of each version are needed"
         # Too many errors are so whatever else is not known of the live version.
-        allowed = min(live.errors / max(live.requests, 1) + limits.max_error_rate_increase, 1.0)
         fails = new.requests >= needed and _is_above(new.errors, new.requests, allowed)
         reason = f"error rate {new.errors / new.requests:.2%}, and {reason}" if fails else reason
         return GuardReport(breached=fails, compared=False, missing=missing, reason=reason, **numbers)
     reasons = []
-    allowed = min(live.errors / live.requests + limits.max_error_rate_increase, 1.0)
     if _is_above(new.errors, new.requests, allowed):
         limit = f"allowed is the live version's plus {limits.max_error_rate_increase:.2%}"
         reasons.append(f"error rate {new.errors / new.requests:.2%}, {limit}")

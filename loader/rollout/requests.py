@@ -100,9 +100,8 @@ async def start_rollout(
     list(map(warn, warnings))
     trials = {"canary": canary_share is not None, "bake": bake_s > 0 and live is not None}
     steps = plan_steps(strategy, **trials, early_groups=early, groups=len(groups))
-    before = None if last is None else last.rollout
     rollout = new_rollout(
-        *(published, wanted, before, clock()),
+        *(published, wanted, None if last is None else last.rollout, clock()),
         rollout_id=rollout_id,
         canary_share=canary_share,
         bake_s=bake_s,

@@ -95,8 +95,7 @@ class RowBuckets:
 
     def rows_per_bucket(self) -> Int64Array:
         """Count the rows of each bucket, int64 [count]."""
-        per_bucket: Int64Array = self.rows_below(np.array([self.num_rows]))[0]
-        return per_bucket
+        return self.rows_below(np.array([self.num_rows])).reshape(-1)
 
     def first_slots(self) -> Int64Array:
         """Return what (row >> slot_shift) is for the first row of each bucket, int64 [count]."""
@@ -149,8 +148,7 @@ class FileOrder:
         buckets = self.buckets
         if buckets.seed is None:
             return positions + self.first_row
-        edges = positions.searchsorted(self.starts)
-        bucket = np.repeat(np.arange(buckets.count), np.diff(edges))
+        bucket = np.repeat(np.arange(buckets.count), np.diff(positions.searchsorted(self.starts)))
         block = positions - self.starts.take(bucket)
         block += self.first_row >> buckets.slot_shift
         rows = block << buckets.slot_shift

@@ -90,8 +90,3 @@ class RowCodec:
     def _floats(self, stored: ByteArray) -> npt.NDArray[np.floating]:
         """Return scale and bias, [n, 2], or the elements. Copied where they are not aligned."""
         return np.ascontiguousarray(stored[:, self._code_bytes :]).view(self._float)
-
-
-def codec_for(dtype: RowDtype, embedding_dim: int) -> RowCodec:
-    """Return the codec for rows of `embedding_dim` elements stored as `dtype`."""
-    return RowCodec(dtype, embedding_dim)

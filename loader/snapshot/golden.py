@@ -161,8 +161,7 @@ class GoldenRequests:
         values, lengths, weights = {}, {}, {}
         for name, feature_lengths in self.lengths.items():
             # R bags: one per request. Should N equal R, every request has one candidate and both slices are the same.
-            per_request = len(feature_lengths) == self.num_requests
-            bags = slice(index, index + 1) if per_request else candidates
+            bags = slice(index, index + 1) if len(feature_lengths) == self.num_requests else candidates
             lengths[name] = feature_lengths[bags]
             start = int(feature_lengths[: bags.start].sum())
             ids = slice(start, start + int(lengths[name].sum()))

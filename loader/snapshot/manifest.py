@@ -398,8 +398,7 @@ class Manifest(Frozen):
             has_classes = isinstance(logical, DividedTable) and logical.num_classes > 1
             if has_classes != (files.row_classes is not None):
                 raise ValueError(f"{where} row classes go with the first part of a table that is divided by popularity")
-        is_program = isinstance(self.spec.dense_model, ExportedModelSpec)
-        if is_program != (self.dense.path == PROGRAM_PATH):
+        if isinstance(self.spec.dense_model, ExportedModelSpec) != (self.dense.path == PROGRAM_PATH):
             raise ValueError(f"dense: {self.dense.path!r}; {PROGRAM_PATH!r} goes with an exported model, only with it")
         if self.delta_base is not None:
             if self.last_delta is None:
@@ -498,8 +497,7 @@ def parse_manifest(where: str, content: bytes) -> Manifest:
 
 def check_manifest_checksum(root: Path, identity: str) -> None:
     """Raise SnapshotCorruptError unless `manifest.json`, of SHA-256 `identity`, is byte for byte what was written."""
-    stated = read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096)
-    if stated != checksum_line(identity).encode():
+    if read_bounded(snapshot_file(root, CHECKSUM_NAME), 4096) != checksum_line(identity).encode():
         raise SnapshotCorruptError(f"{root / MANIFEST_NAME}: SHA-256 is not the one in {CHECKSUM_NAME}")
 
 

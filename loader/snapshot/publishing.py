@@ -29,7 +29,7 @@ from loader.errors import (
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel, delta_stream
 from loader.rollout.plan import read_rollout
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import Manifest, ModelSpec
 from loader.snapshot.reader import Snapshot, VerifyReport, verify_snapshot
 from loader.snapshot.store import Store
@@ -171,7 +171,7 @@ def version_record(snapshot: Snapshot, published_at: float) -> PublishedVersion:
 
 def rows_bytes_of(spec: ModelSpec) -> int:
     """Return the bytes of all rows of one copy."""
-    stored = ((table, codec_for(table.dtype, table.embedding_dim)) for table in spec.stored_tables)
+    stored = ((table, RowCodec(table.dtype, table.embedding_dim)) for table in spec.stored_tables)
     return sum(codec.row_bytes * table.num_embeddings for table, codec in stored)
 
 

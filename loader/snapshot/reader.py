@@ -26,7 +26,7 @@ from loader.errors import (
 )
 from loader.progress import Progress, counting, no_progress
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.codecs import ByteArray, codec_for
+from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.golden import GoldenRequests, check_golden_header
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
@@ -229,7 +229,7 @@ class Snapshot:
         last_row = first_row + num_rows
         if not 0 <= first_row <= last_row <= table_spec.num_embeddings:
             raise IndexError(f"rows [{first_row}, {last_row}) of table {table!r} with {table_spec.num_embeddings} rows")
-        rows = np.empty((num_rows, codec_for(table_spec.dtype, table_spec.embedding_dim).row_bytes), np.uint8)
+        rows = np.empty((num_rows, RowCodec(table_spec.dtype, table_spec.embedding_dim).row_bytes), np.uint8)
         row = first_row
         while row < last_row:
             file_index, local_row = divmod(row, rows_per_file)
@@ -313,7 +313,7 @@ class Snapshot:
     def _check_headers(self) -> None:
         for table, files in zip(self.spec.stored_tables, self.manifest.tables, strict=True):
             logical = self._logical[table.name]
-            row_bytes = codec_for(table.dtype, table.embedding_dim).row_bytes
+            row_bytes = RowCodec(table.dtype, table.embedding_dim).row_bytes
             for file_index, entry in enumerate(files.rows):
                 rows = min(files.rows_per_file, table.num_embeddings - file_index * files.rows_per_file)
                 if entry.path in self._headers:
@@ -416,7 +416,7 @@ def verify_snapshot(path: str | Path, *, progress: Progress = no_progress) -> Ve
 
 def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progress: Progress) -> list[str]:
     """Return one problem per file with a bad row: its first one, by number."""
-    codec = codec_for(table.dtype, table.embedding_dim)
+    codec = RowCodec(table.dtype, table.embedding_dim)
     block_rows = max(1, _BLOCK_BYTES // codec.row_bytes)
     problems, done = [], 0
     for file_index, entry in enumerate(files.rows):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,6 @@ def file_fingerprint(path: Path, name: str) -> str:
         return json.dumps([str(path.resolve()), name, status.st_size, status.st_mtime_ns])
     except OSError as error:
         raise ExportError(f"rows: {path}: {error}") from error
-
-
-def sample_fingerprint(num_rows: int, read: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]) -> str:
-    """Return the SHA-256 of up to 1024 rows, first, last and evenly spaced between: [k, dim], by int64 [k]."""
-    numbers = np.linspace(0, num_rows - 1, min(num_rows, _SAMPLED_ROWS)).astype(np.int64)
-    rows = np.ascontiguousarray(read(numbers))
-    digest = hashlib.sha256(json.dumps([num_rows, rows.dtype.str, rows.shape]).encode())
-    digest.update(rows.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 class RowSource(ABC):
@@ -89,8 +80,12 @@ class ArrayRows(RowSource):
         yield self._read(slice(first_row, first_row + max_rows))
 
     def fingerprint(self) -> str:
-        """Of a sample of the rows, and of the file that they are mapped from."""
-        sample = sample_fingerprint(self.num_embeddings, self._read)
+        """Of up to 1024 rows, first, last and evenly spaced between, and of the file that they are mapped from."""
+        num_rows = self.num_embeddings
+        rows = self._read(np.linspace(0, num_rows - 1, min(num_rows, _SAMPLED_ROWS)).astype(np.int64))
+        digest = hashlib.sha256(json.dumps([num_rows, rows.dtype.str, rows.shape]).encode())
+        digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+        sample = digest.hexdigest()
         return sample if self._file is None else f"{sample} {file_fingerprint(self._file, self._name)}"
 
     def _read(self, chosen: Any) -> Float32Array:

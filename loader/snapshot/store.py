@@ -174,10 +174,8 @@ class Store:
 
     def no_version(self, model: str, version: int) -> SnapshotNotFoundError:
         """Make the error that names what exists in place of a version."""
-        versions = self.versions(model)
-        return SnapshotNotFoundError(
-            f"store {self.name} has no version {version} of model {model!r}; it has {versions}"
-        )
+        problem = f"no version {version} of model {model!r}; it has {self.versions(model)}"
+        return SnapshotNotFoundError(f"store {self.name} has {problem}")
 
     def hold(
         self,
@@ -330,10 +328,9 @@ def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) 
     """Return the SHA-256 (hex) of a file, in bounded memory; `on_bytes` gets the bytes done since its last call."""
     digest = hashlib.sha256()
     buffer = bytearray(_HASH_CHUNK_BYTES)
-    view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            digest.update(view[:count])
+            digest.update(memoryview(buffer)[:count])
             on_bytes(count)
     return digest.hexdigest()
 

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from loader.errors import ExportError, SnapshotCorruptError
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import MIN_ROWS_PER_FILE, RowBuckets, default_rows_per_file
-from loader.snapshot.codecs import ByteArray, codec_for
+from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
@@ -238,7 +238,7 @@ def _small_files(
 
 def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
     if rows_per_file is None:
-        row_bytes = sum(codec_for(part.dtype, part.embedding_dim).row_bytes for part in table.slices)
+        row_bytes = sum(RowCodec(part.dtype, part.embedding_dim).row_bytes for part in table.slices)
         rows_per_file = default_rows_per_file(table, row_bytes)
     if not MIN_ROWS_PER_FILE <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
         raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {MIN_ROWS_PER_FILE}")
@@ -293,7 +293,7 @@ def _encode_file(
     first_row = file_index * rows_per_file
     num_rows = min(rows_per_file, table.num_embeddings - first_row)
     block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
-    codecs = [codec_for(part.dtype, part.embedding_dim) for part, _ in slices]
+    codecs = [RowCodec(part.dtype, part.embedding_dim) for part, _ in slices]
     # By name: slices of a `mixed` table have different seeds.
     orders = [RowBuckets.of(part).in_file(rows_per_file, file_index) for part, _ in slices]
     stored = [np.empty((num_rows, codec.row_bytes), np.uint8) for codec in codecs]

@@ -38,7 +38,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import starmap
 from pathlib import Path
@@ -181,27 +181,24 @@ class RemoteStore(Store):
             problem = f"identity (SHA-256 of its manifest) is {digest}, published was {identity}"
             raise SnapshotCorruptError(f"{url}: {problem}")
         rows = {entry.path for files in manifest.tables for entry in files.rows}
-        texts = {MANIFEST_NAME: content, CHECKSUM_NAME: checksum_line(digest).encode()}
         small = [
             FileEntry(path=path, size_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
-            for path, text in texts.items()
+            for path, text in ((MANIFEST_NAME, content), (CHECKSUM_NAME, checksum_line(digest).encode()))
         ]
         entries = [*small, *(entry for entry in manifest.files() if with_rows or entry.path not in rows)]
         # Before anything is written at such a path.
         for entry in entries:
             check_relative_path(url, entry.path)
         try:
-            snapshot = self._hold(digest, model, version, is_checked=verify)
-            try:
+            with ExitStack() as undo:
+                snapshot = undo.enter_context(self._hold(digest, model, version, is_checked=verify))
                 missing_files(snapshot.path, small, verify=True)
                 if missing_files(snapshot.path, entries, verify, progress):
                     # Another process may fetch them meanwhile.
                     with self._locked(progress):
                         if missing := missing_files(snapshot.path, entries):
                             self._fetch(snapshot.path, missing, progress)
-            except BaseException:
-                snapshot.close()
-                raise
+                undo.pop_all()
         except OSError as error:
             raise StoreError(f"store cache {self.path}: {error}", kind="store_cache") from error
         return snapshot

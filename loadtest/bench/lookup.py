@@ -13,7 +13,7 @@ import click
 import numpy as np
 import torch
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import (
     MODEL,
@@ -47,7 +47,7 @@ Call: TypeAlias = Callable[[Batch], Awaitable[Float32Array]]
 
 def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[str, Call]:
     """Make the subjects, all tables one after the other in memory; the first is the floor."""
-    codes = allocate_rows(tables.rows * tables.count, codec_for("int8", tables.embedding_dim).row_bytes)
+    codes = allocate_rows(tables.rows * tables.count, RowCodec("int8", tables.embedding_dim).row_bytes)
     for number, table in enumerate(snapshot.spec.tables):
         codes[number * tables.rows :][: tables.rows] = snapshot.read_rows(table.name, 0, tables.rows)
     arena = Arena("int8", tables.embedding_dim, codes, {0: codes.nbytes}, "ram")
@@ -130,5 +130,5 @@ def lookup(bench: Bench, table_gb: float, dims: tuple[int, ...], seconds: float)
       shardrank loadtest bench lookup --dim 64 --json lookup.json
     """
     for dim in dims:
-        rows = int(table_gb * 1e9) // codec_for("int8", dim).row_bytes // FEATURES
+        rows = int(table_gb * 1e9) // RowCodec("int8", dim).row_bytes // FEATURES
         measure_dim(bench, UniformTables(FEATURES, max(1, rows), dim), bench.seconds(seconds))

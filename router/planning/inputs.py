@@ -153,8 +153,7 @@ class LookupProfile:
     @classmethod
     def of_requests(cls, requests: GoldenRequests) -> LookupProfile:
         """Count the ids that a set of requests has in each bag."""
-        lengths = requests.lengths
-        return cls({name: float(bags.mean()) if bags.size else 0.0 for name, bags in lengths.items()})
+        return cls({name: float(bags.mean()) if bags.size else 0.0 for name, bags in requests.lengths.items()})
 
     def with_hotness(self, spec: ModelSpec, hotness: Mapping[str, float]) -> LookupProfile:
         """Return the same but for some features.

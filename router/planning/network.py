@@ -75,12 +75,11 @@ class NearRows:
         near = rows * shares if bounded == "hit rate" and bound < 1 else np.floor(rows * shares + 1e-9)
         by_table = np.split(near, np.cumsum([level.size for level in levels])[:-1])
         hits = np.array([float(rows @ of.lookups) for rows, of in zip(by_table, hotness, strict=True)])
-        all_lookups = np.array([float(of.rows() @ of.lookups) for of in hotness])
         return cls(
             tuple(1 - _ratio(rows, level) for rows, level in zip(by_table, levels, strict=True)),
             sum(int(np.ceil(rows.sum())) for rows in by_table),
             int(np.ceil(near @ row_bytes[table])),
-            _ratio(hits, all_lookups),
+            _ratio(hits, np.array([float(of.rows() @ of.lookups) for of in hotness])),
             float(hits.sum() / total) if total else 0.0,
         )
 

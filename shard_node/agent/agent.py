@@ -68,9 +68,8 @@ class Remembered:
                 self.desired[model] = record
         now = ((known, read.get(known.model)) for known in self.desired.values())
         lost = [known for known, there in now if there is None or there.epoch < known.epoch]
-        due = self._clock() - self._polled_at >= self._poll_every_s
         try:
-            if lost or due:
+            if lost or self._clock() - self._polled_at >= self._poll_every_s:
                 # Before what is wanted: while that is missing nobody starts a rollout, and the plan of one that was
                 # started would be overwritten by an older one that is given back after it.
                 await self._restore()
@@ -115,7 +114,7 @@ class Remembered:
 @dataclass(slots=True)
 class _Retirement:
     report: VersionReport
-    announced_at: float | None = None
+    announced_at: float = float("inf")
     task: asyncio.Task[None] | None = None
 
 
@@ -322,7 +321,7 @@ class Agent:
             self._going[key] = _Retirement(report.model_copy(update={"state": "draining", "reason": ""}))
         until = self._clock() - self._config.unannounce_grace_s
         for key, going in self._going.items():
-            if going.task is None and going.announced_at is not None and going.announced_at <= until:
+            if going.task is None and going.announced_at <= until:
                 going.task = asyncio.create_task(self._withdraw(*key), name=f"retire {key[0]} {key[1]}")
 
     async def _withdraw(self, model: str, version: int) -> None:
@@ -346,8 +345,7 @@ class Agent:
             reports = {(report.model, report.version): report for report in latest}
             record = self._actions.record([reports[key] for key in sorted(reports)], dict(self._applied))
             record = record.model_copy(update={"models": self._config.models, "draining": self._leaving})
-            fields = attrgetter("model", "version", "state", "reason", "identity")
-            states = list(map(fields, record.versions))
+            states = list(map(attrgetter("model", "version", "state", "reason", "identity"), record.versions))
             news = (states, record.applied, record.live, record.draining)
             now = self._clock()
             if news == self._announced_state and now - self._announced_at < self._config.heartbeat_s:
@@ -361,8 +359,7 @@ class Agent:
             if self._remembered.is_read:
                 self.announced = record
             for retirement in self._going.values():
-                if retirement.announced_at is None:
-                    retirement.announced_at = self._clock()
+                retirement.announced_at = min(retirement.announced_at, self._clock())
 
     async def _written(self) -> None:
         if self._writing is not None:

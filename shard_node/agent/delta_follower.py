@@ -25,7 +25,7 @@ from loader.deltas.chain import (
     partition_of_bucket,
 )
 from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError, ShardrankError
-from loader.progress import ended
+from loader.progress import end_tasks, ended
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.registry.registry import MAX_SEQUENCE, StreamEntry
 from loader.snapshot.buckets import RowBuckets
@@ -343,9 +343,8 @@ class Followers:
         task = self._tasks.get((model, version))
         if task is None:
             return
-        task.cancel()
         # It stays known until it has ended: a wait that is cancelled must not let another one begin beside it.
-        await asyncio.wait([task])
+        await end_tasks([task])
         if self._tasks.get((model, version)) is task:
             del self._tasks[model, version]
             self.gaps.pop((model, version), None)

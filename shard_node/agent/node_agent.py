@@ -18,7 +18,7 @@ from pydantic import Field
 
 from loader.deltas.chain import FORMAT as DELTA_FORMAT
 from loader.errors import DeltaError, RolloutError, ShardrankError, UnavailableError
-from loader.progress import CancelToken, Progress, in_background, no_progress, throttled
+from loader.progress import CancelToken, Progress, end_tasks, in_background, no_progress, throttled
 from loader.registry.fleet import (
     FleetRecord,
     FleetRegistry,
@@ -276,8 +276,7 @@ class NodeActions:
     async def retire(self, model: str, version: int) -> None:
         """As `Actions.retire`: stops following, and waits until the last lease has ended and the rows are freed."""
         if (mending := self._mending.pop((model, version), None)) is not None:
-            mending.cancel()
-            await asyncio.wait([mending])
+            await end_tasks([mending])
         await self._withdraw(model, version)
 
     async def _withdraw(self, model: str, version: int) -> None:
@@ -411,10 +410,7 @@ class NodeActions:
 
     async def close(self) -> None:
         """Stop all followers, and call off what is being mended. Idempotent."""
-        if tasks := list(self._mending.values()):
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await end_tasks(list(self._mending.values()))
         await self._followers.close()
 
     def _observed(self, model: str) -> ObservedCounts | None:

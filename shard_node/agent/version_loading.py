@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from loader.errors import is_passing
+from loader.progress import end_tasks
 from loader.registry.fleet import FleetRegistry, VersionReport, WantedModel, cut_reason
 from loader.snapshot.tables import Frozen
 
@@ -78,24 +79,21 @@ class Stagings:
         Begins with the first that is due, unless `waits_for` says why none may; ends what is not missing.
         """
         attempts = self._attempts.setdefault(desired.model, {})
-        for version, attempt in list(attempts.items()):
-            if version in missing:
-                continue
-            if attempt.task is None:
+        for version in attempts.keys() - missing:
+            if (task := attempts[version].task) is None:
                 del attempts[version]
             else:
-                attempt.task.cancel()
+                task.cancel()
         for version in missing:
             attempts.setdefault(version, _Attempt())
         if any(attempt.task is not None for attempt in attempts.values()):
             return
-        now = self._clock()
         for version in missing:
             attempt = attempts[version]
             is_over = attempt.state == "refused" and not attempt.passing and version != desired.live
             if waits_for and attempt.state == "waiting":
                 attempt.reason = cut_reason(waits_for)
-            elif not waits_for and attempt.due <= now and not is_over:
+            elif not waits_for and attempt.due <= self._clock() and not is_over:
                 name = f"stage {desired.model} {version}"
                 attempt.task = asyncio.create_task(self._attempt(attempt, version, desired), name=name)
                 return
@@ -123,16 +121,8 @@ class Stagings:
 
     async def close(self) -> None:
         """Cancel all and wait until they have let go."""
-        tasks = [
-            attempt.task
-            for attempts in self._attempts.values()
-            for attempt in attempts.values()
-            if attempt.task is not None
-        ]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        tasks = [attempt.task for attempts in self._attempts.values() for attempt in attempts.values()]
+        await end_tasks([task for task in tasks if task is not None])
 
     async def _attempt(self, attempt: _Attempt, version: int, desired: WantedModel) -> None:
         model = desired.model

@@ -229,8 +229,7 @@ class HostPool:
             out, down = self._outputs(runs.out_bytes)
 
             def put() -> None:
-                address = self._upload.send(0, 0, layout.size_bytes)
-                lane.put(lane.launches(layout, address, out.address, "fp32"))
+                lane.put(lane.launches(layout, self._upload.send(0, 0, layout.size_bytes), out.address, "fp32"))
 
             lane.launch(put)
             lane.card.copy_to_host(down, 0, out.address, runs.out_bytes, lane.stream)
@@ -273,9 +272,8 @@ def block_runs(shapes: BatchShapes, bags: KeyedBags, tables: Int64Array) -> tupl
     Also, for each group, the elements [first, end) of its block; blocks are aligned to 16 bytes.
     """
     dims = shapes.dim_of_table[tables]
-    elements = bags.bags_per_key * dims
     ends = np.zeros(tables.size + 1, np.int64)
-    np.cumsum(elements, out=ends[1:])
+    np.cumsum(bags.bags_per_key * dims, out=ends[1:])
     groups = shapes.layout.groups
     first_keys = np.searchsorted(tables, [*(group.first_table for group in groups), groups[-1].end_table])
     edges = ends[first_keys]
@@ -308,7 +306,6 @@ class CardEngine:
         self.plan = plan
         self.layout = layout
         self._arenas = tuple(arenas)
-        streams = [card.stream() for card in cards.cards]
         self._counters = CardCounters(cards)
         self._writer: RowWriter | None = None
         self._pools: list[HostPool] = []
@@ -318,7 +315,7 @@ class CardEngine:
                 cards=cards,
                 shapes=BatchShapes(layout),
                 arenas=self._arenas,
-                order=WriteOrder(streams),
+                order=WriteOrder([card.stream() for card in cards.cards]),
                 checks=RowChecks(layout, plan.partition),
                 counters=self._counters.memories,
                 lookups=LookupCounts(layout),
@@ -367,8 +364,7 @@ class CardEngine:
         """
         if self._writer is None:
             raise ValueError("the engine is closed")
-        writer = self._writer
-        return sum(writer.write(table, rows[piece], stored[piece]) for piece in write_pieces(stored))
+        return sum(self._writer.write(table, rows[piece], stored[piece]) for piece in write_pieces(stored))
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Bytes held, by card and tier: rows and places of each card, its copies of hot rows, and, once, the host's."""

@@ -104,12 +104,11 @@ class CardTableLoad(TableLoad):
     def build(self, progress: Progress) -> CardEngine:
         """As `TableLoad.build`."""
         cards = self._card_set.cards
-        placer = Placer(self.plan)
         with ExitStack() as undo:
             arenas: list[ArenaOnCards] = []
             # Last in, first out: the cards have ended what was put on them before any memory is freed.
             for group in self.plan.layout.groups:
-                arena = ArenaOnCards(cards, group, placer)
+                arena = ArenaOnCards(cards, group, Placer(self.plan))
                 undo.callback(arena.free)
                 arenas.append(arena)
             with closing(CardFill(self._snapshot, self.plan, cards, progress, self._upload_bytes)) as fill:
@@ -248,8 +247,7 @@ class CardFill:
             stored = items.take(piece).view(np.uint8).reshape(piece.size, -1)
             rows = order.rows_at(piece)
             check_finite(self._snapshot.path / files.rows[index].path, table, stored, rows)
-            local = number - arena.group.first_table
-            self._send_rows(arena, local, rows, stored, places_of(rows))
+            self._send_rows(arena, number - arena.group.first_table, rows, stored, places_of(rows))
             self._done_bytes += stored.nbytes
             if self._done_bytes - self._reported_bytes >= min(PIECE_BYTES, self._upload_bytes):
                 self._report()

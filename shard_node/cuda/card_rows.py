@@ -133,11 +133,10 @@ class _Walk:
     """Places a table's rows in row order, each piece once: slots and ranks count on from piece to piece."""
 
     def __init__(self, plan: CardPlan, table: int) -> None:
-        spec = plan.layout.tables[table]
         cards = plan.num_cards
         self._num_cards = cards
         self._hotness: RowHotness = plan.hotness[table]
-        self._buckets = RowBuckets.of(spec)
+        self._buckets = RowBuckets.of(plan.layout.tables[table])
         self._tiers = _Tiers.of(plan.level_rows[table], plan.tier_rows[table])
         # Key and owner of another node's rows: as of a card more.
         card_of_bucket = plan.partition.card_of_bucket[table].astype(np.int64)

@@ -149,10 +149,6 @@ def _on(cards: Sequence[Card], claims: Sequence[Claim]) -> int:
     return sum(claim.sizes[card.number] for claim in claims for card in cards)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Devices, by a word of the command line: `cpu`, `auto`, `cuda`, `cuda:0`, `cuda:0,1`
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """The devices that were named with `cuda`, in this order; empty for all. `str()` gives what `parse` takes back.

@@ -14,7 +14,7 @@ from typing import Literal, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.tables import RowDtype
 
 ByteArray = npt.NDArray[np.uint8]
@@ -144,7 +144,6 @@ def pointers_to(params: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.c_voi
     return (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Places: one uint32 a row, `slot << owner_bits | owner`. Owners: cards 0 .. N - 1; N, every card (a hot row: each has a
 # copy, at the same slot); N + 1, the host's pinned memory. Slots count from 0 for each table and owner. The last slot
 # that the bits could say is never used, so that no place is `NOT_HERE`.
@@ -185,7 +184,6 @@ def owners_of(places: UInt32Array, num_cards: int) -> UInt8Array:
     return owners
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rows: the stored numbers, moved apart so that every row begins at a multiple of 16 bytes; nothing is quantised anew.
 
 
@@ -221,7 +219,7 @@ class RowFormat:
     @lru_cache(maxsize=256)
     def of(cls, dtype: RowDtype, embedding_dim: int) -> Self:
         """Return the format of rows of `embedding_dim` elements stored as `dtype`."""
-        row_bytes, tail_bytes = codec_for(dtype, embedding_dim).row_bytes, _TAIL_BYTES[dtype]
+        row_bytes, tail_bytes = RowCodec(dtype, embedding_dim).row_bytes, _TAIL_BYTES[dtype]
         code_bytes = row_bytes - tail_bytes
         tail_offset = round_up(code_bytes, tail_bytes) if tail_bytes else code_bytes
         stride, chunks = round_up(tail_offset + tail_bytes), -(-code_bytes // CHUNK_BYTES)

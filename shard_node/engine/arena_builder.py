@@ -14,7 +14,7 @@ from loader.errors import SnapshotCorruptError, file_errors
 from loader.memory import populate
 from loader.progress import PIECE_BYTES, Progress, no_progress
 from loader.snapshot.buckets import FileOrder, RowBuckets
-from loader.snapshot.codecs import ByteArray, codec_for
+from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
@@ -87,7 +87,7 @@ class ArenaLoad(TableLoad):
         self._buckets = [RowBuckets.of(table) for table in layout.tables]
         self._bucket_rows = [buckets.rows_per_bucket() for buckets in self._buckets]
         rows = [int(of_table[cards >= 0].sum()) for of_table, cards in zip(self._bucket_rows, self._cards, strict=True)]
-        self._row_bytes = [codec_for(table.dtype, table.embedding_dim).row_bytes for table in layout.tables]
+        self._row_bytes = [RowCodec(table.dtype, table.embedding_dim).row_bytes for table in layout.tables]
         table_bytes = [count * size for count, size in zip(rows, self._row_bytes, strict=True)]
         self._tiers = choose_tiers(table_bytes, memory_budget_bytes)
         self._arenas: list[Arena] = []
@@ -235,7 +235,7 @@ def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
 
 def check_finite(file: Path, table: TableSpec, stored: ByteArray, rows: Int64Array) -> None:
     """Raise SnapshotCorruptError, naming the row, if a stored one of these rows of a file decodes to NaN or inf."""
-    if (bad := codec_for(table.dtype, table.embedding_dim).first_non_finite(stored)) is not None:
+    if (bad := RowCodec(table.dtype, table.embedding_dim).first_non_finite(stored)) is not None:
         raise SnapshotCorruptError(f"{file}: table {table.name!r}, row {rows[bad]}: decodes to NaN or inf")
 
 

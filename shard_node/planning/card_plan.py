@@ -311,8 +311,7 @@ def _first_rows(rows: Int64Array, stride: Int64Array, size_bytes: int) -> Int64A
     fitting = np.where(ends <= size_bytes, rows, 0)
     cut = int(np.searchsorted(ends, size_bytes, side="right"))
     if cut < rows.size:
-        begin = int(ends[cut - 1]) if cut else 0
-        fitting[cut] = max(0, size_bytes - begin) // int(stride[cut])
+        fitting[cut] = max(0, size_bytes - (int(ends[cut - 1]) if cut else 0)) // int(stride[cut])
     return fitting
 
 

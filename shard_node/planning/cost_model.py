@@ -265,14 +265,13 @@ def batch_time(traffic: Traffic, system: CardSystem) -> BatchTime:
     served = traffic.peer_bytes.sum(axis=0)
     arriving = traffic.peer_bytes.sum(axis=1)
     header_factor = traffic.peer_line_bytes.sum() / arriving.sum() if arriving.sum() else 1.0
-    hbm = traffic.hbm_bytes / (system.hbm_gb_per_s * BYTES_PER_US)
     peer = traffic.peer_line_bytes / (system.peer.gb_per_s * BYTES_PER_US)
     host_lines = traffic.host_line_bytes / (system.host.gb_per_s * BYTES_PER_US)
     host_memory = traffic.host_bytes / (system.host_memory_gb_per_s * BYTES_PER_US)
     upload_us = system.host.copied_bytes(traffic.upload_bytes) / (system.host.gb_per_s * BYTES_PER_US)
     alone: dict[Bound, float] = {
         "latency": float(traffic.chain_us.max()),
-        "card memory": float(hbm.max()),
+        "card memory": float(traffic.hbm_bytes.max()) / (system.hbm_gb_per_s * BYTES_PER_US),
         "peers": float(peer.max()),
         "host link": float(np.maximum(host_lines, host_memory).max()),
     }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from loader.errors import ConfigError, OverloadedError
+from loader.progress import end_tasks
 from shard_node.byte_budget import ByteBudget
 from shard_node.wire.tls import SHUTDOWN_TIMEOUT_S, Handshake, handshake
 
@@ -155,10 +156,7 @@ class ConnectionListener(abc.ABC, Generic[Made]):
                     self.accept_socket(*listener.accept())
         if self._connecting:
             _, unfinished = await asyncio.wait(self._connecting, timeout=min(timeout_s, LAST_HANDSHAKE_S))
-            for task in unfinished:
-                task.cancel()
-            if unfinished:
-                await asyncio.wait(unfinished)
+            await end_tasks(unfinished)
 
     def _watch(self, listener: socket.socket) -> None:
         if listener in self._sockets:

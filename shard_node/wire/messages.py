@@ -201,9 +201,8 @@ def encode_info_answer(request_id: int, info: NodeInfo) -> list[Buffer]:
 
 def decode_info_answer(frame: Frame) -> NodeInfo:
     """Read an INFO_ANSWER frame."""
-    fields = _decode_fields(frame.body, "INFO_ANSWER")
     with refused_as(WireError, "INFO_ANSWER fields are not a NodeInfo: "):
-        return NodeInfo.model_validate_json(bytes(fields))
+        return NodeInfo.model_validate_json(bytes(_decode_fields(frame.body, "INFO_ANSWER")))
 
 
 def encode_counts(request_id: int, budget_us: int, model: str, version: int) -> list[Buffer]:
@@ -292,10 +291,8 @@ def _read_version_and_model(fields: memoryview, what: str) -> tuple[int, str]:
 def _narrowed(array: Int64Array) -> Array:
     if array.dtype == _INT32:
         return np.ascontiguousarray(array)
-    if array.nbytes <= SMALL_ARRAY_BYTES:
-        return np.ascontiguousarray(array, _INT64)
     # The bitwise or of all numbers is non-negative and below 2^31 only if each of them is: one pass, no copy.
-    if array.size and not 0 <= int(np.bitwise_or.reduce(array)) < 2**31:
+    if array.nbytes <= SMALL_ARRAY_BYTES or not 0 <= int(np.bitwise_or.reduce(array)) < 2**31:
         return np.ascontiguousarray(array, _INT64)
     return array.astype(_INT32)
 

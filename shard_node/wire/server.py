@@ -96,16 +96,14 @@ class ServerConnection(FrameConnection, Accepted):
 
     def frame_received(self, frame: Frame) -> None:
         """Has it answered."""
-        # A frame that came in pieces spent its budget from its first byte on.
-        begun_at = self._frame_begun_at
         self._stop_receive_timer()
         budget_us = frame.header.budget_us
-        deadline = begun_at + budget_us * 1e-6 if budget_us else None
+        # A frame that came in pieces spent its budget from its first byte on.
+        deadline = self._frame_begun_at + budget_us * 1e-6 if budget_us else None
         size_bytes = HEADER.size + frame.body.size
         self._untaken -= size_bytes
         self._is_idle = False
-        answer = partial(self._send_answer, size_bytes)
-        self._handler.handle(frame, deadline, answer, self.peer_load)
+        self._handler.handle(frame, deadline, partial(self._send_answer, size_bytes), self.peer_load)
         self._frame_begun_at = self._clock()
 
     def stream_broken(self, error: WireError, request_id: int) -> None:

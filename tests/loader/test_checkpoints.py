@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from loader.checkpoints import check_chunks, match_checkpoint, open_checkpoint
 from loader.errors import CheckpointError
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.writer import export_snapshot
 from shardrank_testing.snapshots import make_spec, random_tables
@@ -79,7 +79,7 @@ def test_every_form_of_checkpoint_becomes_the_same_snapshot(tmp_path, write):
     path = export_snapshot(tmp_path / "store", SPEC, rows=rows, dense=dense, rows_per_file=256)
     snapshot = Snapshot.open(path)
     for table in SPEC.tables:
-        expected = codec_for(table.dtype, table.embedding_dim).encode(TABLES[table.name])
+        expected = RowCodec(table.dtype, table.embedding_dim).encode(TABLES[table.name])
         np.testing.assert_array_equal(snapshot.read_rows(table.name, 0, table.num_embeddings), expected)
     read = snapshot.dense_tensors()
     assert all(torch.equal(read[name], tensor) for name, tensor in DENSE.items())

@@ -18,7 +18,7 @@ import pytest
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, delta_stream
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
 from router.feature_schema import FeatureSchema
@@ -147,14 +147,14 @@ def held(hot: HotSet, table: str) -> dict[int, np.ndarray]:
     spec = TABLES[table]
     (stored,) = [rows for rows in hot.read(chosen) if len(rows)] or [np.zeros((0, 1), np.uint8)]
     if len(stored):
-        values = codec_for(spec.dtype, spec.embedding_dim).decode(stored)
+        values = RowCodec(spec.dtype, spec.embedding_dim).decode(stored)
         rows |= dict(zip((hot.keys[chosen] & 0xFFFFFFFF).tolist(), values, strict=True))
     return rows
 
 
 def exported(snapshot: Snapshot, table: str, row: int) -> np.ndarray:
     spec = TABLES[table]
-    return codec_for(spec.dtype, spec.embedding_dim).decode(snapshot.read_rows(table, row, 1))[0]
+    return RowCodec(spec.dtype, spec.embedding_dim).decode(snapshot.read_rows(table, row, 1))[0]
 
 
 def bags_of(users: Int64Array) -> KeyedBags:

@@ -11,7 +11,7 @@ import pytest
 
 from loader.access_counts import AccessCounts
 from loader.description import Block, DtypeByPopularity, QuotientRemainderMapping, TableDescription
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.tables import HashMapping
 from loader.traces import count_values
 from router.table_shrinking import LEVERS, LeveredTable, Propose, share_of_lookups, stored_bytes
@@ -164,7 +164,7 @@ def test_blocks_and_dtypes_have_the_bytes_of_their_parts() -> None:
     made = LeveredTable.of(described, {}, RowLookups.alone(counts, of_ids=False))
     rows = [100, 200, 700]
     stored = sum(
-        n * codec_for(*one).row_bytes for n, one in zip(rows, (("fp32", 32), ("fp32", 8), ("int4", 2)), strict=True)
+        n * RowCodec(*one).row_bytes for n, one in zip(rows, (("fp32", 32), ("fp32", 8), ("int4", 2)), strict=True)
     )
     assert made.stored_bytes == stored + made.class_bytes
     # Two blocks of 512 bits for the table, and two for the 900 rows that are left, each with a count; projections.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from shardrank_testing.snapshots import random_rows
 
 UNPACK = {
@@ -29,7 +29,7 @@ def finite_rows(draw, max_dim=40):
 
 @pytest.mark.parametrize("dtype", ROW_BYTES)
 def test_a_row_takes_the_bytes_its_layout_says(dtype):
-    codec = codec_for(dtype, 32)
+    codec = RowCodec(dtype, 32)
     assert codec.row_bytes == ROW_BYTES[dtype]
     assert codec.encode(random_rows(np.random.default_rng(0), 5, 32)).shape == (5, ROW_BYTES[dtype])
 
@@ -37,8 +37,8 @@ def test_a_row_takes_the_bytes_its_layout_says(dtype):
 @pytest.mark.parametrize("dtype", UNPACK)
 @given(rows=finite_rows())
 def test_decoding_agrees_with_the_unpack_op(dtype, rows):
-    stored = codec_for(dtype, rows.shape[1]).encode(rows)
-    decoded = codec_for(dtype, rows.shape[1]).decode(stored)
+    stored = RowCodec(dtype, rows.shape[1]).encode(rows)
+    decoded = RowCodec(dtype, rows.shape[1]).decode(stored)
     expected = UNPACK[dtype](torch.from_numpy(stored)).numpy()
     largest = max(float(np.abs(rows).max(initial=0)), 1.0)
     # The op may fuse the multiplication and the addition, which rounds once instead of twice.
@@ -51,7 +51,7 @@ def test_int8_bytes_follow_the_published_formula(rows):
     low, high = rows.min(axis=1, keepdims=True, initial=np.inf), rows.max(axis=1, keepdims=True, initial=-np.inf)
     spread = high - low
     codes = np.rint((rows - low) * (np.float32(255) / (spread + np.float32(1e-8))))
-    stored = codec_for("int8", dim).encode(rows)
+    stored = RowCodec("int8", dim).encode(rows)
     tail = stored[:, dim:].copy().view("<f4")
     np.testing.assert_array_equal(tail, np.hstack([spread / np.float32(255), low]))
     np.testing.assert_array_equal(stored[:, :dim], codes)
@@ -62,7 +62,7 @@ def test_int4_bytes_follow_the_published_formula():
     low = rows.min(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
     scale = ((rows.max(axis=1, keepdims=True) - low) / np.float32(15)).astype(np.float16)
     codes = np.clip(np.rint((rows - low) * (np.float32(1) / scale.astype(np.float32))), 0, 15).astype(np.uint8)
-    stored = codec_for("int4", 12).encode(rows)
+    stored = RowCodec("int4", 12).encode(rows)
     np.testing.assert_array_equal(stored[:, :6], codes[:, 0::2] | codes[:, 1::2] << 4)
     np.testing.assert_array_equal(stored[:, 6:].copy().view("<f2"), np.hstack([scale, low.astype(np.float16)]))
 
@@ -70,17 +70,17 @@ def test_int4_bytes_follow_the_published_formula():
 @pytest.mark.parametrize(("dtype", "item"), [("fp16", "<f2"), ("fp32", "<f4")])
 def test_float_rows_are_plain_little_endian_numbers(dtype, item):
     rows = random_rows(np.random.default_rng(2), 7, 5)
-    codec = codec_for(dtype, 5)
+    codec = RowCodec(dtype, 5)
     assert codec.encode(rows).tobytes() == rows.astype(item).tobytes()
     np.testing.assert_array_equal(codec.decode(codec.encode(rows)), rows.astype(item).astype(np.float32))
 
 
 def test_read_only_and_strided_blocks_are_encoded_alike():
     rows = random_rows(np.random.default_rng(4), 6, 8)
-    expected = codec_for("int8", 8).encode(rows.copy())
+    expected = RowCodec("int8", 8).encode(rows.copy())
     rows.flags.writeable = False
-    np.testing.assert_array_equal(codec_for("int8", 8).encode(rows), expected)
-    np.testing.assert_array_equal(codec_for("int8", 8).encode(np.asfortranarray(rows)), expected)
+    np.testing.assert_array_equal(RowCodec("int8", 8).encode(rows), expected)
+    np.testing.assert_array_equal(RowCodec("int8", 8).encode(np.asfortranarray(rows)), expected)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_read_only_and_strided_blocks_are_encoded_alike():
 def test_a_row_that_its_dtype_cannot_hold_is_found(dtype, row):
     rows = np.zeros((5, 4), np.float32)
     rows[3] = row
-    codec = codec_for(dtype, 4)
+    codec = RowCodec(dtype, 4)
     assert codec.first_non_finite(codec.encode(rows)) == 3
     assert codec.first_non_finite(codec.encode(rows[:3])) is None
 
@@ -105,4 +105,4 @@ def test_a_row_that_its_dtype_cannot_hold_is_found(dtype, row):
 def test_a_stored_scale_whose_largest_code_overflows_is_found():
     stored = np.zeros((2, 12), np.uint8)
     stored[1, 4:] = np.array([3e38, 0], "<f4").view(np.uint8)
-    assert codec_for("int8", 4).first_non_finite(stored) == 1
+    assert RowCodec("int8", 4).first_non_finite(stored) == 1

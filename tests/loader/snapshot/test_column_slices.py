@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loader.errors import SnapshotCorruptError
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import rows_bytes_of
 from loader.snapshot.reader import Snapshot, verify_snapshot
@@ -43,7 +43,7 @@ def test_each_slice_is_encoded_with_a_scale_of_its_own(tmp_path):
             np.split(rows[one.name], np.cumsum(one.column_dims)[:-1], axis=1) if one.column_dims else [rows[one.name]]
         )
         for stored, values in zip(one.slices, columns, strict=True):
-            expected = codec_for(stored.dtype, stored.embedding_dim).encode(values)
+            expected = RowCodec(stored.dtype, stored.embedding_dim).encode(values)
             np.testing.assert_array_equal(snapshot.read_rows(stored.name, 0, one.num_embeddings), expected)
             stored_bytes += expected.nbytes
     assert rows_bytes_of(SPEC) == stored_bytes

@@ -31,7 +31,7 @@ from loader.registry.fleet import (
     rollout_key,
 )
 from loader.registry.registry import StreamBounds
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.publishing import Publication, Retained, publish, retain
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.store import Store
@@ -107,7 +107,7 @@ async def test_a_published_version_is_in_the_store_and_on_record(shop: Shop) -> 
     assert record == done.record
     assert record.identity == Snapshot.open(folder).identity
     assert (record.delta_base, record.last_delta, record.published_at) == (4, 0, 7.0)
-    sizes = [table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes for table in spec.tables]
+    sizes = [table.num_embeddings * RowCodec(table.dtype, table.embedding_dim).row_bytes for table in spec.tables]
     assert record.rows_bytes == sum(sizes)
     assert await shop.fleet.spec("films", 4) == spec.model_dump_json()
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from loader.errors import SnapshotCorruptError, SnapshotError, is_passing
 from loader.snapshot import manifest, reader
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot, VerifyReport, verify_snapshot
 from loader.snapshot.store import Store
 from shardrank_testing.snapshots import (
@@ -405,7 +405,7 @@ def test_a_stored_row_that_is_not_finite_is_named(tmp_path, dtype, bucketing):
     rows = load_file(path / relative)["rows"]
     position = RowBuckets.of(spec.tables[0]).in_file(4096, 1).positions(np.array([601]))[0]
     bytes_of_nan = np.array([np.nan], "<f4" if dtype in ("int8", "fp32") else "<f2").view(np.uint8)
-    rows[position, codec_for(dtype, 4).row_bytes - len(bytes_of_nan) :] = bytes_of_nan
+    rows[position, RowCodec(dtype, 4).row_bytes - len(bytes_of_nan) :] = bytes_of_nan
     save_file({"rows": rows}, path / relative)
     restate_file(path, relative)
     Snapshot.open(path)

@@ -19,7 +19,7 @@ import torch
 from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError
 from loader.snapshot import program, writer
 from loader.snapshot import store as stores
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import MAX_PLAN_BYTES, ExportedModelSpec
 from loader.snapshot.program import ProgramArchive, program_bytes
 from loader.snapshot.reader import Snapshot
@@ -51,7 +51,7 @@ def test_rows_come_back_bit_for_bit(tmp_path, dtype, bucketing, num_embeddings, 
     spec = one_table_spec(num_embeddings, 6, dtype=dtype, bucketing=bucketing)
     path, tables = write_snapshot(tmp_path, spec, rows_per_file=rows_per_file)
     snapshot = Snapshot.open(path)
-    expected = codec_for(dtype, 6).encode(tables["items"])
+    expected = RowCodec(dtype, 6).encode(tables["items"])
     np.testing.assert_array_equal(snapshot.read_rows("items", 0, num_embeddings), expected)
     first, last = num_embeddings // 3, num_embeddings - num_embeddings // 5
     np.testing.assert_array_equal(snapshot.read_rows("items", first, last - first), expected[first:last])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import verify_snapshot
 from loadtest.drill.config import OracleShape
 from loadtest.drill.oracle import (
@@ -46,7 +46,7 @@ def test_every_row_survives_its_row_format_exactly(version: int):
     factor = FACTORS[letter_of(version)]
     for table in SPEC.tables:
         rows = version_rows(table, version, np.arange(table.num_embeddings))
-        codec = codec_for(table.dtype, table.embedding_dim)
+        codec = RowCodec(table.dtype, table.embedding_dim)
         np.testing.assert_array_equal(codec.decode(codec.encode(rows)), rows)
         assert (rows[:, 0] == factor).all()
         assert (rows[:, 1:] >= factor).all()

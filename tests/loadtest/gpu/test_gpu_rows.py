@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loadtest.gpu.rows import (
     GATHER_KERNELS,
     SOURCE,
@@ -41,7 +41,7 @@ def test_reference_is_the_codecs_sum(rows, num_cards):
     owners = max(1, num_cards)
     slots = (bags % owners * (320 // owners) + bags // owners).reshape(-1)
     stored = restored(rows.format, rows.stored(0, 320)[0].numpy()[slots])
-    expected = codec_for("int8", 16).decode(stored).astype(np.float64).reshape(7, 5, 16).sum(axis=1)
+    expected = RowCodec("int8", 16).decode(stored).astype(np.float64).reshape(7, 5, 16).sum(axis=1)
     np.testing.assert_allclose(rows.reference(torch.from_numpy(bags), num_cards), expected, rtol=1e-6, atol=1e-6)
 
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from serving.embedded import Ranker
 from serving.limits import RequestLimits
 from serving.rank.service import RankingService
@@ -99,7 +99,7 @@ def test_a_batch_sees_all_rows_of_a_write_or_none(shop, on):
     with served_on(shop, on, num_replicas=2) as served:
         engine = ranking_of(served).scorer.engine
         table = engine.layout.index["films"]
-        rows, codec = np.arange(engine.layout.tables[table].num_embeddings), codec_for("int8", 8)
+        rows, codec = np.arange(engine.layout.tables[table].num_embeddings), RowCodec("int8", 8)
         states = [codec.encode(np.full((rows.size, 8), value, np.float32)) for value in (1.0, -2.0)]
         batch = shop_batch(served, rng, [7, 4])
         expected = []

@@ -17,7 +17,7 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 
 from loader.access_counts import AccessCounts, write_access_counts
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from serving.embedded import Ranker
 from serving.models.layers import bfloat16_is_native
@@ -219,7 +219,7 @@ def counts_file(folder: Path, seen: dict[int, int], name: str = "counts") -> Pat
 def stored(snapshot: Snapshot, part: str) -> np.ndarray:
     table = next(one for one in snapshot.spec.tables if one.name == part)
     raw = snapshot.read_rows(part, 0, table.num_embeddings)
-    return codec_for(table.dtype, table.embedding_dim).decode(raw)
+    return RowCodec(table.dtype, table.embedding_dim).decode(raw)
 
 
 def test_pruned_rows_go_and_what_their_ids_get_is_their_mean(folder: Path) -> None:
@@ -246,7 +246,7 @@ def test_hot_rows_are_fp32_and_cold_ones_int4_by_the_counts(folder: Path) -> Non
     counts = counts_file(folder, {row: 5 if row in hot else 1 for row in range(ROWS)})
     snapshot, _ = written(folder, described(dtype=HOT_AND_COLD), "--counts", counts)
     np.testing.assert_array_equal(stored(snapshot, "item.b0"), ITEMS[hot])
-    cold = codec_for("int4", DIM)
+    cold = RowCodec("int4", DIM)
     expected = cold.decode(cold.encode(np.delete(ITEMS, hot, axis=0)))
     np.testing.assert_array_equal(stored(snapshot, "item.b1"), expected)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.registry.memory import MemoryRegistry
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from shard_node.agent.delta_follower import FollowerConfig, catch_up
 from shardrank_testing import deltas, nodes
@@ -106,7 +106,7 @@ async def test_followers_apply_a_chain_or_notice_that_it_is_another(steps):
                 case ("snapshot",):
                     await check_chain(model)
                     rows = stored_rows(model.tables.engine, "int8")
-                    model.state = {**model.state, "int8": codec_for("int8", 4).decode(rows)}
+                    model.state = {**model.state, "int8": RowCodec("int8", 4).decode(rows)}
                     model.last_delta = model.tables.deltas.sequence
                     model.snapshot = export_state(Path(folder), SPEC, model.state, version, model.last_delta, 1)
                     model.tables, model.applied = deltas.load_version(model.snapshot), []

@@ -11,7 +11,7 @@ import pytest
 
 from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, WantedModel
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from shard_node.agent import node_agent
 from shard_node.agent.delta_follower import catch_up
 from shard_node.engine.loading import load_tables
@@ -22,7 +22,7 @@ from shardrank_testing.deltas import StreamWriter
 from shardrank_testing.nodes import until
 from shardrank_testing.snapshots import make_spec
 
-SIZE = sum(table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes for table in make_spec().tables)
+SIZE = sum(table.num_embeddings * RowCodec(table.dtype, table.embedding_dim).row_bytes for table in make_spec().tables)
 
 
 @pytest.fixture

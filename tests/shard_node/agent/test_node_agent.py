@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from loader.errors import RolloutError, SnapshotCorruptError, SnapshotError
 from loader.registry.fleet import FleetRecord, PublishedVersion, WantedModel, delta_stream
 from loader.snapshot.buckets import RowBuckets
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from router.outliers import ReplicaEvents
 from router.plan import Plan
@@ -78,7 +78,7 @@ async def test_a_node_stages_and_retires_what_is_desired(under):
     assert "version 9 of 'films' is not published" in report.reason
 
 
-SIZE = sum(table.num_embeddings * codec_for(table.dtype, table.embedding_dim).row_bytes for table in make_spec().tables)
+SIZE = sum(table.num_embeddings * RowCodec(table.dtype, table.embedding_dim).row_bytes for table in make_spec().tables)
 
 
 @pytest.mark.parametrize("under", [{"memory_cap_bytes": 2 * SIZE - 1}], indirect=True)

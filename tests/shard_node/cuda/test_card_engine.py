@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.bags import KeyedBags
@@ -219,7 +219,7 @@ class World:
         table = self.engine.layout.tables[number]
         rows = np.flatnonzero(rng.random(table.num_embeddings) < 0.5)
         stored = encoded(table, random_rows(rng, rows.size, table.embedding_dim))
-        values = codec_for(table.dtype, table.embedding_dim).decode(stored)
+        values = RowCodec(table.dtype, table.embedding_dim).decode(stored)
         self.state[table.name][rows] = values
         self.rows[number] = self.rows[number].copy()
         self.rows[number][rows] = values

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loader.errors import SnapshotCorruptError
 from loader.progress import CalledOffError
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.access_counts import SAMPLE_EVERY
@@ -310,7 +310,7 @@ def test_rows_of_a_node_are_found_and_others_counted(spec, data):
         engine = load_partition(snapshot, Partition(num_cards, cards), EmulatedCards(num_cards), options)
         card = data.draw(st.integers(0, num_cards - 1))
         for number, table in enumerate(layout.tables):
-            codec = codec_for(table.dtype, table.embedding_dim)
+            codec = RowCodec(table.dtype, table.embedding_dim)
             every, rows = np.arange(table.num_embeddings), rng.permutation(table.num_embeddings)
             here = cards[number][plain_buckets(table)] >= 0
             written = codec.encode(rng.standard_normal((table.num_embeddings, table.embedding_dim)).astype(np.float32))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from shard_node.cuda.kernel_params import NOT_HERE
 from shardrank_testing.card_engines import CardFactory, card_factory
 from shardrank_testing.card_plans import slots_of
@@ -97,7 +97,7 @@ def test_every_stored_number_is_read_exactly(cards):
     for dtype, codes in (("int8", 256), ("int4", 16)):
         # Natural numbers have scale 1 and bias 0.
         rows = np.stack([np.roll(np.arange(codes), shift) for shift in range(codes)]).astype(np.float32)
-        np.testing.assert_array_equal(codec_for(dtype, codes).decode(codec_for(dtype, codes).encode(rows)), rows)
+        np.testing.assert_array_equal(RowCodec(dtype, codes).decode(RowCodec(dtype, codes).encode(rows)), rows)
         arena = KernelArena(cards(3), dtype, [rows], np.random.default_rng(1))
         np.testing.assert_array_equal(arena.pool(0, [Run(0, [np.arange(codes)], "none")]).out, rows)
 

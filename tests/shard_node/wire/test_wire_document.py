@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from shard_node.answer import Answer, ReplyEncoding, add_answers
 from shard_node.errors import GenerationNotFoundError
 from shard_node.split import whole
@@ -34,7 +34,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "wire-protocol.md").read_
 ONE_GROUP = layout_of([table_of(name, 10, 4, dtype="int8") for name in ("film", "genre")])
 NOTED_BAGS = bags_of({0: [[5], [9]], 1: [[7, 8, 3]]})
 ROWS = np.array([[0.0, 0.25, 0.5, 1.0], [-1.0, -0.5, 0.0, 1.0]], np.float32)
-STORED_ANSWER = Answer([np.array([[0.25, -1, 1.5, 2]], np.float16)], [codec_for("int8", 4).encode(ROWS)])
+STORED_ANSWER = Answer([np.array([[0.25, -1, 1.5, 2]], np.float16)], [RowCodec("int8", 4).encode(ROWS)])
 
 TRACE = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
 EXAMPLES = {

@@ -26,7 +26,7 @@ from loader.deltas.chain import (
 from loader.description import ModelDescription
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.registry.registry import Registry, StreamEntry
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
@@ -159,7 +159,7 @@ def stored_rows(engine: CpuEngine | CardEngine, table: str) -> npt.NDArray[np.ui
     spec = engine.layout.tables[number]
     rows = np.arange(spec.num_embeddings, dtype=np.int64)
     arena, slots = engine._placement.locate_rows(number, rows)
-    out = np.zeros((rows.size, codec_for(spec.dtype, spec.embedding_dim).row_bytes), np.uint8)
+    out = np.zeros((rows.size, RowCodec(spec.dtype, spec.embedding_dim).row_bytes), np.uint8)
     for index, one in enumerate(engine._arenas):
         here = arena == index
         if here.any():
@@ -240,4 +240,4 @@ class StreamWriter:
 
 def encoded(table: TableSpec, values: np.ndarray) -> npt.NDArray[np.uint8]:
     """Rows as a table stores them."""
-    return codec_for(table.dtype, table.embedding_dim).encode(np.asarray(values, np.float32))
+    return RowCodec(table.dtype, table.embedding_dim).encode(np.asarray(values, np.float32))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import RowDtype
 from shard_node.bags import KeyedBags, TableLayout
@@ -105,7 +105,7 @@ class KernelArena:
         self, cards: Cards, dtype: RowDtype, tables: Sequence[Float32Array], rng: np.random.Generator, lost: float = 0.0
     ) -> None:
         dim = tables[0].shape[1]
-        self.cards, self.num_cards, self.codec = cards, len(cards.cards), codec_for(dtype, dim)
+        self.cards, self.num_cards, self.codec = cards, len(cards.cards), RowCodec(dtype, dim)
         self.stored = [self.codec.encode(rows) for rows in tables]
         spec = model_of(
             [

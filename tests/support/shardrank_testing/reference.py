@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import ModelSpec
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
@@ -62,7 +62,7 @@ class ReferenceEngine:
         try:
             for number, part in parts:
                 spec = self._layout.tables[number]
-                self._tables[number][rows] = codec_for(spec.dtype, spec.embedding_dim).decode(part)
+                self._tables[number][rows] = RowCodec(spec.dtype, spec.embedding_dim).decode(part)
         finally:
             self._lock.end_write()
         return rows.size * len(parts)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from loader.snapshot.codecs import codec_for
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import Bucketing, TableSpec
@@ -111,7 +111,7 @@ async def remote_router(
 def decoded_rows(table: TableSpec, rows: np.ndarray) -> np.ndarray:
     """What rows of a table are worth once stored: the dtype's own rounding is no error of whoever serves them."""
     columns = np.split(rows, list(itertools.accumulate(table.slice_dims))[:-1], axis=1)
-    codecs = [codec_for(table.dtype, dim) for dim in table.slice_dims]
+    codecs = [RowCodec(table.dtype, dim) for dim in table.slice_dims]
     return np.concatenate([codec.decode(codec.encode(one)) for codec, one in zip(codecs, columns, strict=True)], axis=1)
 
 
