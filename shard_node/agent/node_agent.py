@@ -345,7 +345,16 @@ class NodeActions:
         shard = attrgetter("kind", "num_shards", "shard_index")
         replicas = [node for node in nodes.values() if shard(node) == shard(this)]
         reports = {node.node_id: report for node in replicas if (report := node.report(model, version)) is not None}
-        waited_for = [
+        wanted = await self._fleet.wanted_model(model)
+        # What a replica has freed and will stage again is in none of its reports.
+        missing = [
+            node.node_id
+            for node in replicas
+            if wanted is not None
+            and not (node.draining or node.node_id in reports)
+            and version in wanted.held_by(node.node_id, node.num_shards)
+        ]
+        waited_for = missing + [
             node_id
             for node_id, report in sorted(reports.items())
             if report.state in ("waiting", "staging", "draining")

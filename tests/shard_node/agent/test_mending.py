@@ -94,8 +94,8 @@ async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeyp
     this = await under.record()
 
     async def announce(**changes):
-        other = report.model_copy(update=changes)
-        await under.fleet.announce_node(this.model_copy(update={"node_id": "a-node", "versions": (other,)}), 60.0)
+        versions = (report.model_copy(update=changes),) if changes else ()
+        await under.fleet.announce_node(this.model_copy(update={"node_id": "a-node", "versions": versions}), 60.0)
 
     await announce(forked=True)
     shutil.rmtree(tmp_path / "registry" / "streams")
@@ -103,8 +103,9 @@ async def test_forked_replicas_without_room_go_by_turns(under, tmp_path, monkeyp
     await stream.put(under.fleet.registry)
     await until(lambda: "is not staged anew yet: it comes after a-node" in caplog.text)
     assert "row updates of version 1 have forked: " in under.actions.problems(under.agent)["films"]
-    for state in ("ready", "draining", "staging"):
-        await announce(forked=True, state=state)
+    # Once it is freed, and before it is staged, it has none.
+    for changes in ({"state": "ready"}, {"state": "draining"}, {}, {"state": "staging"}):
+        await announce(**changes, **({"forked": True} if changes else {}))
         for _ in range(20):
             await under.step()
         assert user_3(under) == [2.0] * 16
