@@ -25,20 +25,23 @@ def main() -> None:
     """Fuzz one target here, or each of several in a process of its own."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all by default")
-    parser.add_argument("--seconds", type=int, default=60, help="for each target")
+    parser.add_argument("--seconds", type=int, default=60, help="for each target, at most")
+    parser.add_argument("--executions", type=int, default=-1, help="of each target, at most")
     options = parser.parse_args()
     names = options.targets or list(TARGETS)
     if unknown := set(names) - TARGETS.keys():
         parser.error(f"{min(unknown)} is none of {', '.join(TARGETS)}")
     if len(names) > 1:
-        commands = ([sys.executable, "-m", "tests.fuzz", name, f"--seconds={options.seconds}"] for name in names)
+        limits = [f"--seconds={options.seconds}", f"--executions={options.executions}"]
+        commands = ([sys.executable, "-m", "tests.fuzz", name, *limits] for name in names)
         sys.exit(max(subprocess.run(command, check=False).returncode for command in commands))
     logging.disable()
     target = TARGETS[names[0]]
     with tempfile.TemporaryDirectory() as corpus:
         for number, seed in enumerate(target.seeds()):
             Path(corpus, str(number)).write_bytes(seed)
-        atheris.Setup([names[0], *FLAGS, f"-max_total_time={options.seconds}", corpus], target.check_costs)
+        limits = [f"-max_total_time={options.seconds}", f"-runs={options.executions}"]
+        atheris.Setup([names[0], *FLAGS, *limits, corpus], target.check_costs)
         atheris.Fuzz()
 
 
