@@ -63,15 +63,15 @@ def draw(seed: int) -> Scenario:
         replicas=random.choice((1, 2, 2, 2, 3)),
         serving=random.choice((1, 2, 2)),
         coordinators=random.choice((1, 1, 2)),
-        publishers=random.choice(((1,), (1,), (1, 1), (1, 3))),
+        publishers=random.choice(((1,), (1,), (1, 1), (1, 1), (1, 3))),
         files=files,
         min_replicas=0 if files else random.choice((0, 1)),
         lag_s=random.choice((0.0, 0.05, 1.0, 2.5)),
         loss=random.choice((0.0, 0.0, 0.01, 0.05)),
         duplicates=random.choice((0.0, 0.01)),
         memory_versions=random.choice((1, 2, 3)),
-        load_s=random.choice((0.05, 0.05, 4.0)),
-        pause_s=random.choice((0.8, 0.8, 0.8, 6.0)),
+        load_s=random.choice((0.05, 4.0)),
+        pause_s=random.choice((0.8, 0.8, 0.4, 6.0)),
         train_until_s=random.choice((25.0, 45.0, 1000.0)),
     )
     names = scenario.processes()
@@ -104,14 +104,14 @@ def _faults(random: Random, scenario: Scenario, names: list[str], rollouts_s: li
     nodes = [name for name in names if name.startswith("shard")]
     kinds = ["crash"] * 5 + ["partition"] * 3 + ["slow", "slow", "clock", "clock", "disk", "disk"]
     kinds += ["power", "power", "registry_disk"] if scenario.files else ["failover"] * 4 + ["registry_down"]
-    for _ in range(random.choice((0, 1, 2, 3, 4, 6))):
+    for _ in range(random.choice((0, 0, 1, 2, 3, 4, 6))):
         at_s, lasts_s = random.uniform(5.0, FAULTS_UNTIL_S), random.choice((0.5, 2.0, 5.0, 12.0))
         if random.random() < 0.5:
-            at_s = random.choice(rollouts_s) + random.uniform(0.0, 20.0)
+            at_s = random.choice(rollouts_s) + random.uniform(0.0, 25.0)
         kind, name = random.choice(kinds), random.choice(names)
         what: tuple[Any, ...] = (name,)
         if kind == "crash":
-            lasts_s = random.choice((0.3, 2.0, 6.0))
+            what, lasts_s = (random.choice((name, random.choice(nodes))),), random.choice((0.3, 3.0, 8.0))
         elif kind == "slow":
             name = random.choice([one for one in names if one.startswith(("shard", "serve"))])
             what, lasts_s = (name, random.choice((0.1, 0.25, 0.4))), 25.0
