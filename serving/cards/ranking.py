@@ -398,7 +398,7 @@ class CardRanking(Ranking):
         started_at = self._clock()
         mapped = self.router.mapper.map(batch.bags)
         sequence, age_ms = self.router.local_freshness(self._model_name, self.parts.version)
-        chosen = self.choose(sequence)
+        chosen = self.choose(sequence, age_ms)
         model = self._on_card(chosen)
         packed = self.scorer.pack(model, batch, mapped.bags, model.layout.pooled(self.router, mapped))
         ready = self._clock()

@@ -35,7 +35,7 @@ from serving.observe.traces import batch_spans, traced_batch, traced_lookup
 from serving.results import LookupResult, Ragged, RankResult
 from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, ReplyEncoding
 from shard_node.bags import Float32Array, Int64Array, KeyedBags
-from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound, strictest
+from shard_node.freshness import FORKED_AGE_MS, UNKNOWN_AGE_MS, FreshnessBound, strictest
 from shard_node.node import NodeInfo, Shard
 
 _REQUEST, _DEADLINE, _IS_PINNED, _TRACE = map(attrgetter, ("request", "deadline", "is_pinned", "trace"))
@@ -311,7 +311,7 @@ class Ranking:
         if offered is not self.parts:
             key = self._model_name, offered.version
             told = [one for _, info in await self.nodes() for one in info.versions if (one.model, one.version) == key]
-            oldest = min((one.delta_sequence for one in told), default=math.inf)
+            oldest = min((0 if one.forked else one.delta_sequence for one in told), default=math.inf)
             # Another may have been offered meanwhile.
             if offered is self._steps[0] and oldest >= offered.min_sequence:
                 self.parts = offered
@@ -319,8 +319,11 @@ class Ranking:
                 return True
         return self._steps[0] is self.parts
 
-    def choose(self, sequence: int) -> RankingParts:
-        """Find what rows of a delta may be scored with. Raises UnavailableError if they are older than all."""
+    def choose(self, sequence: int, age_ms: int = UNKNOWN_AGE_MS) -> RankingParts:
+        """Find what rows of a delta and an age may be scored with. Raises UnavailableError if they are too old."""
+        if age_ms >= FORKED_AGE_MS:
+            # The stream may have another delta of that number by now, which a later step needs.
+            sequence = min(sequence, self.parts.min_sequence)
         chosen = next((parts for parts in self._steps if parts.min_sequence <= sequence), None)
         if chosen is None or chosen.dense_step < min(1, self._steps[0].dense_step):
             self._lacking_since = min(self._lacking_since, now := self._clock())
@@ -462,7 +465,7 @@ class Ranking:
         # Weights may have changed meanwhile.
         parts = self.parts
         if len(self._steps) > 1 or embeddings.sequence < parts.min_sequence:
-            parts = self.choose(embeddings.sequence)
+            parts = self.choose(embeddings.sequence, embeddings.age_ms)
         scores = self.score_rows(batch, embeddings, parts)
         if times is not None:
             times.rank_s = self._clock() - routed_at

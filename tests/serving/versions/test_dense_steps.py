@@ -22,6 +22,7 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaLostError
 from serving.rank.ranking import Ranking
 from serving.rank.service import RankingService
+from shard_node.freshness import FORKED_AGE_MS
 from shard_node.node import DeltaPosition
 from shardrank_testing.agent_fleet import AgentFleet, agent_fleet, with_live
 from shardrank_testing.errors import raises_kind
@@ -141,18 +142,23 @@ async def test_a_step_waits_for_its_rows(training):
     """For a replica that lags it goes back to the step before."""
     await training.publisher.publish("films", [1], films(1)[:1])
     await training.publish_step(4, 1)
+    (position,) = await training.stop_following()
 
     async def choose(ranking: Ranking) -> list[int]:
         # Of a node that reports no delta (-1), only the snapshot's own weights are safe.
         found = [ranking.choose(sequence).dense_step for sequence in (0, 1, 2**63 - 1, 0, -1)]
         ranking.stage_weights(dataclasses.replace(ranking.parts, dense_step=5, min_sequence=7))
-        found += [ranking.choose(sequence).dense_step for sequence in (1, 7)]
+        found.append(await ranking.weights_active(1))
+        position.refused("lost", forked=True)
+        found.append(await ranking.weights_active(1))
+        # What has forked may have another delta of that number than the step needs.
+        found += [ranking.choose(*rows).dense_step for rows in ((1,), (7, FORKED_AGE_MS), (7,))]
         with raises_kind("shard_unavailable", match="rows are of delta 0, dense step 4 needs 1"):
             ranking.choose(0)
         return found
 
     served = training.service.generations.payload(MODEL, 1)
-    assert await asyncio.wrap_future(served._replicas[0].call(choose)) == [0, 4, 4, 0, 0, 4, 5]
+    assert await asyncio.wrap_future(served._replicas[0].call(choose)) == [0, 4, 4, 0, 0, True, False, 4, 4, 5]
 
 
 async def test_snapshot_weights_answer_for_a_step_whose_rows_are_lost(versions, store, folder):
