@@ -60,7 +60,8 @@ def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[
 
     async def call_float32(batch: Batch) -> Float32Array:
         bags, rows = batch
-        return module.forward(torch.from_numpy(rows), torch.from_numpy(bags.offsets)).numpy()
+        pooled: torch.Tensor = module(torch.from_numpy(rows), torch.from_numpy(bags.offsets))
+        return pooled.numpy()
 
     def local(cards: int) -> Router:
         plan = Plan.make(snapshot.spec, cards_per_shard=cards)

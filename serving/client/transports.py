@@ -185,6 +185,7 @@ class HttpTransport:
     def __init__(self, target: Target, on_loop: bool) -> None:
         self._target = target
         self._on_loop, self._free = on_loop, asyncio.Semaphore(_MAX_CONNECTIONS)
+        self._exchanging, self._is_closed = set[asyncio.Task[Exchanged]](), False
         verify: ssl.SSLContext | bool = False
         if target.is_tls:
             verify = ssl.create_default_context(cafile=target.ca)
@@ -228,18 +229,29 @@ class HttpTransport:
             except BaseException:
                 exchange.close()
                 raise
-            exchanging = asyncio.ensure_future(exchange)
+            exchanging = asyncio.create_task(exchange)
+            self._exchanging.add(exchanging)
             exchanging.add_done_callback(self._over)
-            return await asyncio.shield(exchanging)
+            await asyncio.wait([exchanging])
+        return exchanging.result()
 
-    def _over(self, exchanging: asyncio.Future[Exchanged]) -> None:
+    def _over(self, exchanging: asyncio.Task[Exchanged]) -> None:
         self._free.release()
+        self._exchanging.discard(exchanging)
         if not exchanging.cancelled():
             exchanging.exception()
 
     async def _exchange(self, message: httpx.Request, ends: float) -> Exchanged:
-        if time.monotonic() > ends:
-            raise TimeoutError
+        if self._is_closed:
+            raise UnavailableError("this client is closed", kind="closed")
+
+        async def trace(event: str, _info: Any) -> None:
+            if event.endswith("send_request_headers.started") and time.monotonic() > ends:
+                raise TimeoutError
+
+        if self._on_loop:
+            # No request is sent for an answer that nobody waits for any more.
+            message.extensions["trace"] = trace
         parts, size, answer = [], 0, self._client.send(message, stream=True)
         response: httpx.Response = await answer if self._on_loop else answer
         try:
@@ -256,8 +268,16 @@ class HttpTransport:
         return response, b"".join(parts)
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose() if self._on_loop else self._client.close()
+        """Close the connections; exchanges on a loop are cancelled with them."""
+        self._is_closed = True
+        if self._on_loop:
+            for exchanging in self._exchanging:
+                exchanging.cancel()
+            if self._exchanging:
+                await asyncio.wait(self._exchanging)
+            await self._client.aclose()
+        else:
+            self._client.close()
 
 
 async def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:

@@ -129,7 +129,8 @@ class FleetConfig(FrontSettings, RowSettings, DivisionSettings, StoreSettings):
         Raises ValueError for a section that does not fit.
         """
         values["registry"], given = self.registry_url, getattr(self, section)
-        if fixed := sorted((values.keys() | {"host", "http_port", "grpc_port", "admin_port"}) & given.keys()):
+        listening = {"host", "http_port", "grpc_port", "admin_port", "probe_port"}
+        if fixed := sorted((values.keys() | listening) & given.keys()):
             raise ValueError(f"{section}.{fixed[0]}: the fleet sets it for each process.")
         names = {"models", "verify"}.union(*(part.names() for part in shared))
         of_fleet = {name: getattr(self, name) for name in names & schema.model_fields.keys()}

@@ -353,6 +353,23 @@ async def test_deadlines_that_pass_while_a_loop_is_held_up_cost_no_connection(mo
     assert [answer.version for answer in answers] == [3] * 20
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3, 30])
+async def test_calls_of_a_client_that_is_closed_say_so_and_leave_nothing(monkeypatch, steps):
+    """However far they are: some wait for others to end, some for a connection, some for an answer."""
+    monkeypatch.setattr(transports, "_MAX_CONNECTIONS", 2)
+    async with await asyncio.start_server(answer_all, "127.0.0.1", 0) as server:
+        client = AsyncClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        calls = [asyncio.create_task(client.describe("m", timeout_ms=5000)) for _ in range(5)]
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        calls[0].cancel()
+        await client.close()
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        assert not [task for task in asyncio.all_tasks() if "_exchange" in repr(task)]
+    assert isinstance(failed[0], asyncio.CancelledError)
+    assert [getattr(error, "kind", error) for error in failed[1:]] == ["closed"] * 4
+
+
 async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer each request with the description of a model."""
     with closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError):
