@@ -208,8 +208,7 @@ class ShardProcess(Process):
         )
         store = world.stores[name]
         # For so many versions and a half.
-        halves = 2 * world.memory_versions + 1
-        memory = RowMemory(halves * NUM_ROWS * DIM * 2 // world.num_shards, lambda: 1 << 40)
+        memory = RowMemory((2 * world.memory_versions + 1) * NUM_ROWS * DIM * 2 // world.num_shards, lambda: 1 << 40)
         options: dict[str, Any] = {"store": store, "following": FOLLOWER, "memory": memory}
         self.actions = NodeActions(self.node, self.fleet, self._plan_of, config, **options)
         random = Random(world.random.random())
@@ -231,6 +230,12 @@ class ShardProcess(Process):
         server = NodeServer(self.node, clock=self.clocks.monotonic)
         self.world.network.listening[self.name, PORT] = self, partial(server.make, "")
         await self.agent.run()
+
+    def kept_versions(self) -> list[int]:
+        """Return the versions that are here, answer, and are to stay."""
+        wanted = self.agent.desired.get(MODEL)
+        kept = () if wanted is None else self.actions.desired_versions(wanted)
+        return [one.version for one in self.node.generations.all() if one.state != "draining" and one.version in kept]
 
     def rows(self, version: int) -> dict[int, float] | None:
         """Return the first number of each row that is here; None if the version is not."""

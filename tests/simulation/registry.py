@@ -213,18 +213,14 @@ class RegistryServer:
             self._on_write(name, arguments)
         return answer
 
-    async def replicated(self, number: int) -> None:
-        """Wait until the replica has so many writes. Raises RegistryUnavailableError if it takes too long."""
+    async def replicated(self) -> None:
+        """Wait until the replica has all writes so far. Raises RegistryUnavailableError if it takes too long."""
+        number = len(self._log)
         for _ in range(20):
             if self._replicated >= number:
                 return
             await asyncio.sleep(WAIT_S / 20)
         raise RegistryUnavailableError("too few replicas have it")
-
-    @property
-    def num_writes(self) -> int:
-        """How many writes there were."""
-        return len(self._log)
 
     def _replicate(self, until: int, replica: Keyspace) -> None:
         if replica is not self.replica:
@@ -285,7 +281,7 @@ class RegistryClient:
         term = self._server.term
         await self._do(name, *arguments)
         if by.min_replicas:
-            await self._server.replicated(self._server.num_writes)
+            await self._server.replicated()
             if self._server.term != term:
                 raise RegistryUnavailableError("the connection was lost in a failover")
 

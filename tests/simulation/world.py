@@ -440,10 +440,8 @@ class World:
             record = server.member.agent.desired.get(MODEL)
             if record is not None:
                 self._known[server.name, record.epoch] = self.loop.now, record
-        nodes = self.of(ShardProcess)
-        held = [
-            (node.name, one.version) for node in nodes for one in node.node.generations.all() if one.state != "draining"
-        ]
+        # What is to go is announced to do so, and not asked any more, before it does.
+        held = [(node.name, version) for node in self.of(ShardProcess) for version in node.kept_versions()]
         self._held_since = {key: self._held_since.get(key, self.loop.now) for key in held}
         if not any(map(self._has_way, self.of(ServingProcess))):
             self._way_since = None
@@ -559,6 +557,8 @@ class World:
             held = sorted(one.version for one in node.node.generations.all())
             if held != sorted(set(wanted.hold)):
                 lags.append(f"{node.name} holds {held}, not {wanted.hold}")
+            if any(one.payload.deltas.now.forked for one in node.node.generations.all()):
+                lags.append(f"{node.name} has rows that forked")
         for server in self.of(ServingProcess):
             if not server.is_ready or server.service.live(MODEL) != wanted.live:
                 lags.append(f"{server.name} answers with {server.service.live(MODEL)}, not {wanted.live}")
