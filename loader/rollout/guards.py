@@ -78,7 +78,7 @@ class VersionNumbers(Record):
 class GuardReport(Record):
     """Which limit is breached, or why nothing was compared; no reason if all is well.
 
-    `missing` are requests that a version still needs for `min_requests`.
+    `missing` are requests that a version still needs for `min_requests`; of the live one, that it answered.
     """
 
     breached: bool
@@ -96,13 +96,15 @@ class GuardReport(Record):
 def compare(live: VersionStats, new: VersionStats, limits: GuardLimits, *, live_answers: bool = True) -> GuardReport:
     """Compare what a new version answered with what the live one did in the same time, or before if not `live_answers`.
 
-    As long as it does, requests that it is short of are missing as well: nothing can be compared without them.
+    As long as it does, answers that it is short of are missing as well: nothing can be compared without them.
     """
-    fewest = min(live.requests, new.requests) if live_answers else new.requests
+    # Of those that failed there is nothing that the new version's could be compared with.
+    fewest = min(live.requests - live.errors, new.requests)
     numbers = {"live": VersionNumbers.from_stats(live), "new": VersionNumbers.from_stats(new)}
-    missing, needed = max(0, limits.min_requests - fewest), limits.min_requests or MIN_REQUESTS
+    missing = max(0, limits.min_requests - (fewest if live_answers else new.requests))
+    needed = limits.min_requests or MIN_REQUESTS
     allowed = min(live.errors / max(live.requests, 1) + limits.max_error_rate_increase, 1.0)
-    if min(live.requests, new.requests) < needed:
+    if fewest < needed:
         reason = f"too little traffic to compare: {needed} requests of each version are needed"
         # Too many errors are so whatever else is not known of the live version.
         fails = new.requests >= needed and _is_above(new.errors, new.requests, allowed)

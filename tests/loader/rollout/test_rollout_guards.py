@@ -39,7 +39,12 @@ def test_a_breach_is_rarer_by_chance_than_once_in_ten_thousand_times(trials, all
 
 
 def test_with_too_few_requests_nothing_is_compared():
-    for live, new in [(stats(49), stats(1000, score=5.0)), (stats(1000), stats(49, errors=49))]:
+    for live, new in [
+        (stats(49), stats(1000, score=5.0)),
+        (stats(1000), stats(49, errors=49)),
+        # What failed has no score.
+        (stats(90, errors=41), stats(90, errors=41)),
+    ]:
         verdict = compare(live, new, LIMITS)
         assert (verdict.breached, verdict.compared, verdict.missing) == (False, False, 1)
         # After a flip the old version answers no more: its requests are not waited for.
