@@ -400,7 +400,9 @@ class World:
         assert isinstance(process, ServingProcess)
         began, live = self.loop.now, process.service.live(MODEL)
         answering = process.start(process.ask(body))
-        if not errs and (named is None or (MODEL, named) in process.member.loaded()):
+        # Replica by replica the old version's rows go first, and are for a fallback until then.
+        goes = self._current is not None and self._current.strategy == "by-replica"
+        if not errs and (named is None or ((MODEL, named) in process.member.loaded() and not goes)):
             answering.add_done_callback(partial(self._answered, name, named, self._calm_since))
         while not answering.done():
             await asyncio.wait([answering], timeout=0.5)
@@ -421,8 +423,6 @@ class World:
                 raise ViolationError("undone version answers", f"{name} answers with {version}, not one of {known}")
         except ViolationError as violation:
             self._broken = self._broken or violation
-
-    # Whether requests must be answered.
 
     def _may_answer(self, name: str, began: float, live: int | None) -> set[int]:
         """Return which versions a process may answer a request of that time with: those it was told to a moment ago."""
@@ -491,8 +491,6 @@ class World:
             error = context.get("exception")
             if error is not None and not isinstance(error, ShardrankError | OSError | ViolationError):
                 raise ViolationError("unforeseen error", f"{context.get('message')}: {error!r}")
-
-    # The run.
 
     async def main(self) -> None:
         """Run all of it. Raises ViolationError."""
