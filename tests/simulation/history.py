@@ -113,10 +113,7 @@ class History:
         self.required[version, step] = sequence, bytes.fromhex(digest), required
 
     def judge(self, answer: dict[str, Any], rows: list[int], digests: set[bytes]) -> str:
-        """Judge an answer to these rows; `digests` are of the entries of its stream. Raises ViolationError.
-
-        Returns what must not stay so: a dense step whose delta is lost.
-        """
+        """Judge an answer, with the digests of its stream; return what must not stay so. Raises ViolationError."""
         version, self.num_answers = answer["version"], self.num_answers + 1
         known = VERSIONS[version]
         codes = [decode(score) for score in answer["scores"]]

@@ -94,7 +94,10 @@ def _rollouts(random: Random, scenario: Scenario) -> list[Event]:
         if random.random() < 0.25:
             events.append(Event(at_s + random.uniform(0.5, 25.0), random.choice(("abort", "roll_back"))))
         if random.random() < 0.4:
-            events.append(Event(at_s + random.uniform(4.0, 10.0), "name_versions", (version,), 25.0))
+            named_s = at_s + random.uniform(4.0, 10.0)
+            # Some take long, so that a version goes while they are under way.
+            slow = [Event(named_s, "slow", (f"shard-0-{scenario.replicas - 1}", 0.4), 25.0)] * random.randint(0, 1)
+            events += [Event(named_s, "name_versions", (version,), 25.0), *slow]
         at_s += random.uniform(15.0, 40.0)
     return events
 
