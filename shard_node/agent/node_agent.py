@@ -345,14 +345,14 @@ class NodeActions:
         shard = attrgetter("kind", "num_shards", "shard_index")
         replicas = [node for node in nodes.values() if shard(node) == shard(this)]
         reports = {node.node_id: report for node in replicas if (report := node.report(model, version)) is not None}
-        wanted = await self._fleet.wanted_model(model) or self._desired[model]
+        desired = await self._fleet.wanted_model(model) or self._desired[model]
         # What a replica has freed and will stage again is in none of its reports.
         missing = [
             node.node_id
             for node in replicas
             if node.is_for(model)
             and not (node.draining or node.node_id in reports)
-            and version in wanted.held_by(node.node_id, node.num_shards)
+            and version in desired.held_by(node.node_id, node.num_shards)
         ]
         waited_for = missing + [
             node_id

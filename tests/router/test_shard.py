@@ -151,7 +151,7 @@ async def test_without_budget_a_late_answer_is_waited_for(fleet):
     """And a failure is final."""
     await fleet.start(1, 9)
     link, no_budget = await fleet.link(0, to=9), {"budget_share": 0, "budget_per_s": 0}
-    shard = await fleet.connected(0, 1, hedge_after_ms=5, budget_reserve=2, failures=1000, **no_budget)
+    shard = await fleet.connected(0, 1, hedge_after_ms=100, budget_reserve=2, failures=1000, **no_budget)
     link.opened.clear()
     answered = 0
     for _ in range(8):

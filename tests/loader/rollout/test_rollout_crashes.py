@@ -128,8 +128,9 @@ async def test_another_coordinator_leads_when_the_first_is_gone(fleet):
     assert not first.leads
 
 
-@pytest.mark.parametrize("loss", ["flush", "restart_empty", "kill"])
-@pytest.mark.parametrize("step", ["stage_shards", "flip", "retire_shards"])
+@pytest.mark.parametrize(
+    ("loss", "step"), [("flush", "flip"), ("restart_empty", "stage_shards"), ("kill", "retire_shards")]
+)
 async def test_a_redis_that_dies_or_forgets_pauses_the_rollout_only(loss, step, tmp_path):
     with redis_server(tmp_path) as server:
         clock = Clock()

@@ -78,6 +78,7 @@ def test_restart(tmp_path: Path):
     assert [report[name] for name in ("updates_lost", "old_publisher_refused", "lookups_with_last_delta")] == [0, 0, 32]
 
 
+@pytest.mark.nightly
 def test_grey(tmp_path: Path):
     """How much a busy machine sheds is not what is tested here."""
     faults = "--fault stop-coordinator --fault lose-replies --times 1 --seconds 1"
