@@ -95,9 +95,11 @@ def _rollouts(random: Random, scenario: Scenario) -> list[Event]:
             events.append(Event(at_s + random.uniform(0.5, 25.0), random.choice(("abort", "roll_back"))))
         if random.random() < 0.4:
             named_s = at_s + random.uniform(4.0, 10.0)
-            # Some take long, so that a version goes while they are under way.
-            slow = [Event(named_s, "slow", (f"shard-0-{scenario.replicas - 1}", 0.4), 25.0)] * random.randint(0, 1)
-            events += [Event(named_s, "name_versions", (version,), 25.0), *slow]
+            # Some take long, so that a version goes meanwhile; their rows are in the last shard.
+            nodes = [f"shard-{scenario.num_shards - 1}-{one}" for one in range(scenario.replicas)]
+            slow = nodes * random.randint(0, 1)
+            events += [Event(named_s, "slow", (name, 0.4 / scenario.replicas), 25.0) for name in slow]
+            events.append(Event(named_s, "name_versions", (version,), 25.0))
         at_s += random.uniform(15.0, 40.0)
     return events
 

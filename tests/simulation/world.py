@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from loader.errors import (
-    DeadlineExceededError,
     OverloadedError,
     RegistryConflictError,
     RegistryUnavailableError,
@@ -335,7 +334,7 @@ class World:
     async def _client(self) -> None:
         random = Random(self.random.random())
         while True:
-            await asyncio.sleep(self.scenario.pause_s * random.uniform(0.5, 1.5))
+            await asyncio.sleep(self.scenario.pause_s * random.uniform(0.5, 1.5) / (2 if self._named else 1))
             named = random.choice(self._named) if self._named and random.random() < 0.7 else None
             self.loop.create_task(self._ask(random, named))
 
@@ -379,9 +378,7 @@ class World:
 
     def _answered(self, name: str, named: int | None, calm_since: float, answering: asyncio.Task[Any]) -> None:
         """Count what guards count, answers and what is the server's fault; in a calm nothing is."""
-        if answering.cancelled():
-            return
-        error = answering.exception()
+        error = asyncio.CancelledError() if answering.cancelled() else answering.exception()
         says = "" if error is None else f"{name}: {type(error).__name__}: {error}"
         if named is None:
             # Of an error it is not said which version's it was.
@@ -389,7 +386,7 @@ class World:
                 self.history.answers_of[version].append(self.loop.now)
             self._wrong[name] = says
         is_slow = any(event.kind == "slow" for event in self.scenario.events)
-        is_late = is_slow and isinstance(error, DeadlineExceededError | OverloadedError)
+        is_late = is_slow and isinstance(error, OverloadedError)
         if says and not is_late and self._calm_since == calm_since >= 0:
             self._broken = self._broken or ViolationError("request fails in a calm", says)
 
