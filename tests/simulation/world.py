@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from loader.errors import (
+    DeadlineExceededError,
     OverloadedError,
     RegistryConflictError,
     RegistryUnavailableError,
@@ -386,7 +387,7 @@ class World:
                 self.history.answers_of[version].append(self.loop.now)
             self._wrong[name] = says
         is_slow = any(event.kind == "slow" for event in self.scenario.events)
-        is_late = is_slow and isinstance(error, OverloadedError)
+        is_late = is_slow and isinstance(error, DeadlineExceededError | OverloadedError)
         if says and not is_late and self._calm_since == calm_since >= 0:
             self._broken = self._broken or ViolationError("request fails in a calm", says)
 
