@@ -94,7 +94,6 @@ class World:
         self._calm_since, self._disturbed_until = -1.0, 0.0
         # What was wrong with the last answer of each serving process.
         self._wrong: dict[str, str] = {}
-        # Since when each shard node has had each version.
         self._held_since: dict[tuple[str, int], float] = {}
         # What each serving process was last seen to know, by its epoch, and when.
         self._known: dict[tuple[str, int], tuple[float, WantedModel]] = {}
@@ -244,7 +243,8 @@ class World:
         for each in heal:
             each()
         self._unhealed -= is_in_the_way
-        self._last_fault_s = self.loop.now if is_in_the_way else self._last_fault_s
+        if is_in_the_way or kind == "slow":
+            self._last_fault_s = self.loop.now
 
     def _break(self, kind: str, what: tuple[Any, ...]) -> list[Callable[[], Any]]:
         """Do what a fault does; return what ends it."""
