@@ -416,17 +416,17 @@ class AsyncDeltaPublisher:
         tail, first = await self._read_tail(last), await self._entry(bounds.first)
         # What lies between the first entry and the one that it names has not been trimmed: it was lost.
         trimmed = Commit.decode(first.payload).previous if first and is_commit(first.payload) else bounds.first - 1
-        acknowledged = list(self._acknowledged)
-        while acknowledged and (number := acknowledged[-1][0]) > trimmed:
+        kept = len(self._acknowledged)
+        while kept and (number := self._acknowledged[kept - 1][0]) > trimmed:
             entry = await self._entry(number) if bounds.first <= number <= bounds.last else None
-            if entry is not None and entry_digest(entry.payload) == acknowledged[-1][1]:
+            if entry is not None and entry_digest(entry.payload) == self._acknowledged[kept - 1][1]:
                 break
-            acknowledged.pop()
+            kept -= 1
         # All is read: a call that failed before would have left the end as it was, so that it is looked for again.
         self._last, self._tail = last if bounds.last else None, tail
         if is_new:
             self._lost.update(range(max(bounds.last, self._contained) + 1, known + 1))
-        while len(self._acknowledged) > len(acknowledged):
+        while len(self._acknowledged) > kept:
             self._lost.add(self._acknowledged.pop()[0])
         self._stream_bytes += (max(bounds.last, known) - self._sequence) * MAX_VALUE_BYTES
         self._sequence = max(bounds.last, known)

@@ -327,10 +327,10 @@ def stated_by(source: Path, identity: str, renumbered: Manifest | None) -> tuple
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
     """Return the SHA-256 (hex) of a file, in bounded memory; `on_bytes` gets the bytes done since its last call."""
     digest = hashlib.sha256()
-    buffer = bytearray(_HASH_CHUNK_BYTES)
+    buffer = memoryview(bytearray(_HASH_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
+            digest.update(buffer[:count])
             on_bytes(count)
     return digest.hexdigest()
 
