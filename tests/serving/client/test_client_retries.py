@@ -7,7 +7,6 @@ import contextlib
 import http.server
 import json
 import pickle
-import re
 import socket
 import threading
 import time
@@ -340,9 +339,8 @@ async def test_over_http_503_and_connections_that_end_are_tried_again(kind):
 async def test_deadlines_that_pass_while_a_loop_is_held_up_cost_no_connection(monkeypatch):
     """At whatever step of a call: a connection that is lost by one stays lost, until none of the pool is left."""
     monkeypatch.setattr(transports, "_MAX_CONNECTIONS", 4)
-    async with await asyncio.start_server(answer_all, "127.0.0.1", 0) as server:
-        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with AsyncClient(address, retry=RetryPolicy(max_attempts=1)) as client:
+    with closing(HttpStub([OK])) as stub:
+        async with AsyncClient(stub.address, retry=RetryPolicy(max_attempts=1)) as client:
             for steps in range(40):
                 calls = [asyncio.ensure_future(client.rank("m", {}, {"film": [1]}, timeout_ms=30)) for _ in range(20)]
                 for _ in range(steps):
@@ -357,8 +355,8 @@ async def test_deadlines_that_pass_while_a_loop_is_held_up_cost_no_connection(mo
 async def test_calls_of_a_client_that_is_closed_say_so_and_leave_nothing(monkeypatch, steps):
     """However far they are: some wait for others to end, some for a connection, some for an answer."""
     monkeypatch.setattr(transports, "_MAX_CONNECTIONS", 2)
-    async with await asyncio.start_server(answer_all, "127.0.0.1", 0) as server:
-        client = AsyncClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with closing(HttpStub([OK])) as stub:
+        client = AsyncClient(stub.address)
         calls = [asyncio.create_task(client.describe("m", timeout_ms=5000)) for _ in range(5)]
         for _ in range(steps):
             await asyncio.sleep(0)
@@ -368,16 +366,6 @@ async def test_calls_of_a_client_that_is_closed_say_so_and_leave_nothing(monkeyp
         assert not [task for task in asyncio.all_tasks() if "_exchange" in repr(task)]
     assert isinstance(failed[0], asyncio.CancelledError)
     assert [getattr(error, "kind", error) for error in failed[1:]] == ["closed"] * 4
-
-
-async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer each request with the description of a model."""
-    with closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError):
-        while head := await reader.readuntil(b"\r\n\r\n"):
-            if length := re.search(rb"content-length: (\d+)", head.lower()):
-                await reader.readexactly(int(length[1]))
-            await asyncio.sleep(0.002)
-            writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 14\r\n\r\n{"version": 3}')
 
 
 @both_clients
