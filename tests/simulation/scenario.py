@@ -7,20 +7,23 @@ from random import Random
 from typing import Any
 
 FAULTS_UNTIL_S = 40.0
+MOMENTS = {"crash": ("flip", "roll:1"), "failover": ("dense", "flip"), "clock": ("bake", "canary")}
+"""When some faults matter most: a step of a rollout, or of dense weights, has just begun."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens at a time, for a while."""
+    """Something that happens at a time, or at the first `moment` after it, for a while."""
 
     at_s: float
     kind: str
     what: tuple[Any, ...] = ()
     lasts_s: float = 0.0
+    moment: str = ""
 
     def __str__(self) -> str:
-        lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
-        return f"{self.at_s:6.1f} {self.kind} {' '.join(map(str, self.what))}{lasts}"
+        lasts, moment = f" for {self.lasts_s:.1f} s" if self.lasts_s else "", self.moment and f" {self.moment}:"
+        return f"{self.at_s:6.1f}{moment} {self.kind} {' '.join(map(str, self.what))}{lasts}"
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,12 @@ def _faults(random: Random, scenario: Scenario, names: list[str], rollouts_s: li
         if random.random() < 0.5:
             at_s = random.choice(rollouts_s) + random.uniform(0.0, 25.0)
         kind, name = random.choice(kinds), random.choice(names)
+        moment = random.choice(MOMENTS[kind]) if kind in MOMENTS and random.random() < 0.3 else ""
         what: tuple[Any, ...] = (name,)
         if kind == "crash":
-            what, lasts_s = (random.choice((name, random.choice(nodes))),), random.choice((0.3, 3.0, 8.0))
+            # The first replica is the first to have a new version.
+            name = random.choice((name, random.choice(nodes), random.choice(nodes[:: scenario.replicas])))
+            what, lasts_s = (name,), random.choice((0.3, 3.0, 8.0, 15.0))
         elif kind == "slow":
             name = random.choice([one for one in names if one.startswith(("shard", "serve"))])
             what, lasts_s = (name, random.choice((0.1, 0.25, 0.4))), 25.0
@@ -136,5 +142,5 @@ def _faults(random: Random, scenario: Scenario, names: list[str], rollouts_s: li
             what, lasts_s = (random.choice((0.0, 0.5, 2.0)),), 0.0
         elif kind in ("registry_down", "registry_disk", "power"):
             what = ()
-        events.append(Event(at_s, kind, what, lasts_s))
+        events.append(Event(at_s, kind, what, lasts_s, moment))
     return events

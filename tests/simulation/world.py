@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import Any
@@ -44,6 +46,8 @@ from tests.simulation.scenario import Event, Scenario
 SETTLE_S = 150.0
 """After the last fault everything must have settled."""
 RESTORED_S = 8
+MOMENT_S = 15.0
+"""How long a fault waits for its moment at most."""
 QUIET_S = 8.0
 STEADY_S = 6.0
 """For so long a way must have been there before a request that may not fail: ejections and back-off have passed."""
@@ -87,6 +91,8 @@ class World:
         self._last_fault_s = 0.0
         self._current: Rollout | None = None
         self._bake_began_s: float | None = None
+        # Set when a step of a rollout, or a dense one, begins.
+        self._moments = defaultdict[str, asyncio.Event](asyncio.Event)
         self._named: tuple[int, ...] = ()
         self._broken: ViolationError | None = None
         self._way_since: float | None = None
@@ -146,6 +152,7 @@ class World:
                 step = DenseStep.model_validate_json(arguments[1])
                 stream = self.stream(VERSIONS[step.version].base)
                 self.history.step_written(step.version, step.step, step.sequence, step.digest, stream)
+                self._moments["dense"].set()
             elif name == "commit":
                 self.history.written(arguments[1], arguments[2])
             elif name == "append":
@@ -155,22 +162,17 @@ class World:
 
     def _rollout_written(self, rollout: Rollout) -> None:
         before, self._current = self._current, rollout
-        if before is None or (before.rollout_id, before.step, before.state) != (
-            rollout.rollout_id,
-            rollout.step,
-            rollout.state,
-        ):
+        step = rollout.rollout_id, rollout.step, rollout.state
+        if before is None or (before.rollout_id, before.step, before.state) != step:
+            self._moments[rollout.step].set()
             self.note("registry", f"rollout to {rollout.to_version}: {rollout.state} {rollout.step} {rollout.reason}")
         if before is None or before.rollout_id != rollout.rollout_id:
             self._bake_began_s = None
             return
         if rollout.bake_began_at is not None and before.bake_began_at is None:
             self._bake_began_s = self.loop.now
-        if (
-            before.bake_began_at is not None
-            and rollout.step_index > before.step_index
-            and self._bake_began_s is not None
-        ):
+        goes_on = rollout.step_index > before.step_index
+        if before.bake_began_at is not None and goes_on and self._bake_began_s is not None:
             self._check_bake(before, rollout)
         if rollout.state != before.state and rollout.outcome is not None:
             self._check_outcome(rollout)
@@ -229,6 +231,12 @@ class World:
 
     async def _happen(self, event: Event) -> None:
         await asyncio.sleep(event.at_s - self.loop.now)
+        if event.moment:
+            began = self._moments[event.moment]
+            began.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(began.wait(), MOMENT_S)
+            await asyncio.sleep(self.random.uniform(0.0, 2.0))
         self.note("event", str(event))
         kind, what = event.kind, event.what
         if kind in ("rollout", "abort", "roll_back"):
@@ -317,18 +325,10 @@ class World:
             raise RolloutError(f"version {number} has deltas that were not published yet")
         await fleet.put_version(record)
         await fleet.put_spec(MODEL, number, self._spec_json)
-        timeout_s = 20.0 if bake_s else None
-        options: dict[str, Any] = {"canary_share": share, "bake_s": bake_s, "bake_timeout_s": timeout_s}
-        await start_rollout(
-            fleet,
-            MODEL,
-            number,
-            strategy=strategy,
-            guards=GUARDS if share or bake_s else GuardLimits(min_requests=0),
-            clock=self.server.now,
-            rollout_id=secrets.token_hex(16),
-            **options,
-        )
+        options: dict[str, Any] = {"canary_share": share, "bake_s": bake_s, "bake_timeout_s": 20.0 if bake_s else None}
+        options |= {"guards": GUARDS if share or bake_s else GuardLimits(min_requests=0), "strategy": strategy}
+        rollout_id = secrets.token_hex(16)
+        await start_rollout(fleet, MODEL, number, clock=self.server.now, rollout_id=rollout_id, **options)
 
     # What is asked.
 
@@ -456,16 +456,12 @@ class World:
         reached = [node for node in self.of(ShardProcess) if self.network.joins(server.name, node.name)]
         if not server.is_ready:
             return False
-        desired = server.member.agent.desired.get(MODEL)
+        desired, now = server.member.agent.desired.get(MODEL), self.loop.now
         for version in (server.service.live(MODEL), desired.fallback if desired is not None else None):
-            shards = {node.shard for node in reached if version is not None and self._answers(node, version)}
-            if len(shards) == self.num_shards:
+            held = {name for (name, of), since in self._held_since.items() if of == version and now - since >= KNOWN_S}
+            if len({node.shard for node in reached if node.name in held}) == self.num_shards:
                 return True
         return False
-
-    def _answers(self, node: ShardProcess, version: int) -> bool:
-        since = self._held_since.get((node.name, version), self.loop.now)
-        return self.loop.now - since >= KNOWN_S
 
     def _steady_since(self) -> float | None:
         """Return since when there is a way; None if there is none, or faults are in it."""
