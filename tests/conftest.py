@@ -25,6 +25,7 @@ TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS / "support"), os.environ.get("PYTHONPATH"))))
 # Of more than 10 s each, the longest first. tests/test_house.py sees that they are there.
 LONGEST = (
+    "simulation/test_simulation.py",
     "serving/cli/test_own_model_page.py",
     "serving/fleet/test_up.py",
     "loadtest/drill/test_drills.py",

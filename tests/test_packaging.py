@@ -67,22 +67,33 @@ def test_the_wheel_holds_every_module_and_kernel_and_nothing_else(built: Path):
         assert held - {"shardrank/__init__.py", "shardrank/py.typed"} == set(tracked)
 
 
-def test_an_installed_wheel_runs_its_command_and_is_typed(built: Path, tmp_path: Path):
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel. Its dependencies are those of this environment: they come last, and without `shardrank`."""
     (wheel,) = built.glob("*.whl")
-    venv.create(tmp_path / "clean", with_pip=False)
-    python = tmp_path / "clean/bin/python"
-    (site,) = (tmp_path / "clean/lib").glob("python3*/site-packages")
-    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    # Its dependencies are those of this environment: they come last, and without its own installation of shardrank.
+    clean = tmp_path_factory.mktemp("environment") / "clean"
+    venv.create(clean, with_pip=False)
+    pip = (sys.executable, "-m", "pip", "--python", clean / "bin/python", "install", "--no-deps", "--no-index")
+    call(*pip, wheel, cwd=built)
+    (site,) = (clean / "lib").glob("python3*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return clean
+
+
+def test_an_installed_wheel_runs_its_command(installed: Path, tmp_path: Path):
     code = "import shardrank, serving; shardrank.Ranker; print(shardrank.__file__); print(serving.__file__)"
-    files = call(python, "-W", "error", "-c", code, cwd=tmp_path).split()
-    assert all(Path(file).is_relative_to(site) for file in files)
-    assert "Commands:" in call(tmp_path / "clean/bin/shardrank", "--help", cwd=tmp_path)
+    files = call(installed / "bin/python", "-W", "error", "-c", code, cwd=tmp_path).split()
+    assert all(Path(file).is_relative_to(installed / "lib") for file in files)
+    assert "Commands:" in call(installed / "bin/shardrank", "--help", cwd=tmp_path)
+
+
+@pytest.mark.nightly
+def test_an_installed_wheel_is_typed(installed: Path, tmp_path: Path):
     (tmp_path / "user.py").write_text(USER)
     # An ignored error that is none is an error.
-    mypy = (sys.executable, "-m", "mypy", "--strict", "--warn-unused-ignores", "--python-executable", python)
-    assert call(*mypy, "user.py", cwd=tmp_path).count('Revealed type is "serving.results.RankResult"') == 2
+    mypy = (sys.executable, "-m", "mypy", "--strict", "--warn-unused-ignores")
+    typed = call(*mypy, "--python-executable", installed / "bin/python", "user.py", cwd=tmp_path)
+    assert typed.count('Revealed type is "serving.results.RankResult"') == 2
 
 
 PACKAGES = {"loader", "shard_node", "router", "serving", "loadtest"}
