@@ -55,6 +55,7 @@ OVER_A_BLOCKS_END = [
     *(("trim", "a", -4), ("trim", "a", -8), ("trim", "a", 3), ("trim", "a", 3), ("reopen",)),
     *(("append", "a", 0, b""), ("append", "a", 1, b"\x00\n"), ("read", "a", -8, 5, 40)),
 ]
+COMMIT_WHERE_ALL_IS_TRIMMED = [("append", "a", 1, b""), ("trim", "a", 0), ("commit", "a", 3, b"", b"", 0)]
 COMMITS_AFTER_APPENDS = [
     *(("append", "a", 1, b"1"), ("append", "a", 1, b"2"), ("commit", "a", 1, b"3", b"three", -1)),
     *(("commit", "a", 1, b"3", b"three", 0), ("commit", "a", 0, b"3", b"three", -1), ("append", "a", 1, b"4")),
@@ -196,7 +197,9 @@ class Model:
             await self._added(stream, kept, (sequence, payload, rows), is_committed=True)
 
     async def _added(self, stream, kept, entry, is_committed=False):
-        first = kept.first if stream in self.streams else entry[0]
+        # The directory has the first entry's number, Redis what was trimmed up to.
+        is_first = not kept.entries and isinstance(self.registry, DirectoryRegistry)
+        first = kept.first if stream in self.streams and not is_first else entry[0]
         self.streams[stream] = Kept(first, entry[0], [*kept.entries, entry], is_committed or kept.is_committed)
         await self._same_bounds(stream)
 
@@ -225,7 +228,6 @@ class Model:
         if stream in self.streams:
             first = max(kept.first, min(before, kept.last + 1))
             entries = [entry for entry in kept.entries if entry[0] >= first]
-            # The directory has the first entry's number, Redis what was trimmed up to.
             if entries and isinstance(self.registry, DirectoryRegistry):
                 first = entries[0][0]
             self.streams[stream] = Kept(first, kept.last, entries, kept.is_committed)
@@ -264,6 +266,7 @@ ANY_CALLS = given(calls=st.lists(CALLS, max_size=25), first_sequence=st.sampled_
 @example(calls=OVER_A_BLOCKS_END, first_sequence=250)
 @example(calls=COMMITS_AFTER_APPENDS, first_sequence=254)
 @example(calls=EVERY_REFUSAL_OF_KEYS, first_sequence=1)
+@example(calls=COMMIT_WHERE_ALL_IS_TRIMMED, first_sequence=1)
 @ANY_CALLS
 def test_any_sequence_of_calls_answers_as_a_dict_and_a_list(new_url, calls, first_sequence):
     with_open(new_url(), lambda registry: play(registry, calls, first_sequence))
