@@ -232,6 +232,7 @@ def test_given_counts_decide_what_is_hot(tmp_path: Path) -> None:
         assert {tier.tier: tier.lookup_share for tier in plan.tiers}["hot"] == 0.75
 
 
+@pytest.mark.nightly
 def test_a_plan_per_table_beats_whole_tables_and_divided_rows() -> None:
     # A hundredth of its rows on cards of a hundredth of the memory: two tables are larger than a card.
     arguments = ("--model", "merlin-jumbo:0.01", "--shards", "4", "--cards", "8", "--card-memory-gb", "0.8",
