@@ -109,7 +109,7 @@ class DenseSteps:
 
         try:
             await self._check_delta(record)
-            if not await served.accepts_dense(record.sequence):
+            if not await served.accepts_dense(record.sequence) or await self._has_lost_rows(served, record.sequence):
                 return False
             await self._with_snapshot(served, change)
         except ShardrankError as error:
@@ -132,12 +132,32 @@ class DenseSteps:
         published = await self._fleet.version(record.model, record.version)
         if record.digest and published is not None:
             stream = delta_stream(record.model, published.delta_base)
-            # Before the bounds: what is trimmed in between counts as trimmed, not as lost.
-            entries = await self._fleet.registry.read(stream, record.sequence - 1, 1)
-            bounds = await self._fleet.registry.bounds(stream)
-            is_known = bounds.first <= record.sequence and bounds.last > 0
-            if is_known and [entry_digest(entry.payload).hex() for entry in entries] != [record.digest]:
+            if await self._has_lost(stream, record.sequence, record.digest):
                 raise DeltaError(f"{stream} has lost delta {record.sequence} ({record.digest})", kind="delta_fork")
+
+    async def _has_lost_rows(self, served: LoadedVersion, sequence: int) -> bool:
+        """Return whether nodes have rows of a delta, as far as a step needs, that the stream has lost.
+
+        They notice that themselves, but up to a second later. Those that lag do before they apply what comes next.
+        """
+        ends = {
+            (delta_stream(reported.model, reported.delta_base), reported.delta_sequence, reported.delta_digest)
+            for _, info in await served.nodes()
+            for reported in info.versions
+            if (reported.model, reported.version) == (served.model, served.version)
+            and reported.delta_sequence >= sequence
+        }
+        for end in ends:
+            if end[2] and await self._has_lost(*end):
+                return True
+        return False
+
+    async def _has_lost(self, stream: str, sequence: int, digest: str) -> bool:
+        # Before the bounds: what is trimmed in between counts as trimmed, not as lost.
+        entries = await self._fleet.registry.read(stream, sequence - 1, 1)
+        bounds = await self._fleet.registry.bounds(stream)
+        is_known = bounds.first <= sequence and bounds.last > 0
+        return is_known and [entry_digest(entry.payload).hex() for entry in entries] != [digest]
 
     async def follow(self, generations: Generations[LoadedVersion]) -> None:
         """Update what is served to new steps. Raises RegistryError."""

@@ -287,6 +287,22 @@ async def test_a_step_whose_delta_the_stream_loses_answers_no_more(training):
     assert (await asked(training.api))["dense_step"] == 0
 
 
+async def test_a_step_waits_while_rows_are_of_deltas_that_the_stream_has_lost(training):
+    """Also before the node has noticed, which takes it up to a second: its number is high enough."""
+    await training.publisher.publish("films", [1], films(1)[:1])
+    await training.publish_step(1, 1)
+    (position,) = await training.stop_following()
+    right = position.now
+    position.now = dataclasses.replace(right, digest=b"\x0f" * 16)
+    await training.publisher.publish_dense(2, tensors_of(training.model, 2), max_drift=1.0)
+    assert await training.answers() == [1] * 20
+    await asyncio.sleep(0.5)
+    assert await training.answers() == [1] * 20
+    position.now = right
+    while (await asked(training.api))["dense_step"] != 2:
+        pass
+
+
 async def test_a_step_that_drifts_too_far_is_refused_by_name(training):
     """The live one goes on."""
     await training.publish_step(1, 1)
