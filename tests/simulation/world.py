@@ -466,8 +466,9 @@ class World:
     def _steady_since(self) -> float | None:
         """Return since when there is a way; None if there is none, or faults are in it."""
         is_too_slow = sum(self.network.slow_s.values()) > PATIENCE_S / 12
-        # With memory for one version, one that has forked must go before it is there again.
-        may_go = self.memory_versions == 1 and any(event.kind == "failover" for event in self.scenario.events)
+        # Without memory for one more version, one that has forked must go before it is there again.
+        is_full = (wanted := self.wanted()) is None or len(set(wanted.hold)) >= self.memory_versions
+        may_go = is_full and any(event.kind == "failover" for event in self.scenario.events)
         if self._unhealed or self.network.loss or self._way_since is None or is_too_slow or may_go:
             return None
         return max(self._way_since, self._last_fault_s)
