@@ -57,7 +57,7 @@ from loadtest.workloads.catalog import (
     bench_workload,
 )
 from loadtest.workloads.payloads import APIS, Api, Payload
-from loadtest.workloads.prepare import write_random_snapshot
+from loadtest.workloads.prepare import golden_of, write_random_snapshot
 from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.cli import options as opts
@@ -434,12 +434,14 @@ def serving(
     with ExitStack() as stack:
         old = None if against is None else checked_checkout(against)
         click.echo(f"writing {rows} rows")
+        spec, store = bench_spec(shape, head), bench.folder / "store"
+        workloads = [bench_workload(BenchWorkload(shape=shape, head=head, hotness=ids)) for ids in hotness]
         model = ServedModel(
             bench,
             stack.enter_context(Generators()),
             shape,
             head,
-            write_random_snapshot(bench_spec(shape, head), bench.folder / "store"),
+            write_random_snapshot(spec, store, golden=golden_of(write_random_snapshot(spec, store), workloads)),
             choose_dtype(dtype),
             bench.seconds(seconds),
         )

@@ -25,9 +25,9 @@ from loadtest.errors import RequestFailedError
 from loadtest.load.config import TOLERANCES, OfferedLoad, bench_load
 from loadtest.load.generator import Generators, ask_scores
 from loadtest.servers import HOST, Server, ServerCommand, check_scores, free_ports, running, serving
-from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec
+from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, SideSplit, bench_spec, bench_workload
 from loadtest.workloads.payloads import Encoding
-from loadtest.workloads.prepare import random_dense
+from loadtest.workloads.prepare import golden_of, random_dense
 from serving.cli import options as opts
 from serving.description import NumberFormat
 from serving.models.layers import DtypeChoice, choose_dtype
@@ -170,6 +170,7 @@ def start_servers(
     environments: Path,
     workers: int,
     dtype: NumberFormat,
+    hotness: Sequence[int],
 ) -> dict[Peer | None, Server]:
     """Write the model, and start all servers; None is shardrank's. Raises ConfigError: a peer is not installed."""
     pythons = {peer: peer.python(environments) for peer in chosen}
@@ -178,7 +179,9 @@ def start_servers(
     rows = torch.randn((shape.rows, shape.embedding_dim), generator=torch.Generator().manual_seed(BENCH_SEED))
     rows, dense = rows * ROW_DEVIATION, random_dense(spec, BENCH_SEED)
     save_file({"rows": rows, **dense}, weights)
-    snapshot = export_snapshot(bench.folder / "store", spec, rows={"rows": ArrayRows(rows)}, dense=dense)
+    export = partial(export_snapshot, bench.folder / "store", spec, rows={"rows": ArrayRows(rows)}, dense=dense)
+    workloads = [bench_workload(BenchWorkload(shape=shape, head="mlp", hotness=ids)) for ids in hotness]
+    snapshot = export(golden=golden_of(export(), workloads))
     click.echo("starting shardrank")
     arguments = ("--no-verify", "--workers", str(workers), "--dtype", dtype)
     shardrank = stack.enter_context(serving(snapshot, arguments, bench.folder / "shardrank.log"))
@@ -241,7 +244,7 @@ def peers(
     }
     subjects = subjects_of(shape, chosen)
     with Generators() as generators, ExitStack() as stack:
-        servers = start_servers(bench, stack, shape, chosen, environments, workers, choose_dtype(dtype))
+        servers = start_servers(bench, stack, shape, chosen, environments, workers, choose_dtype(dtype), hotness)
         click.echo("comparing scores")
         check_subjects(shape, subjects, hotness, dtype, generators, servers)
 

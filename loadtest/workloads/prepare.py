@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from loader.progress import Progress, no_progress
+from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import RowSource
 from loader.snapshot.writer import export_snapshot
+from loadtest.workloads.workload import Workload
+from serving.embedded import ModelSource, load_served_model
 from serving.models.ranking_models import build_model
+from serving.rank.ranking import merge
+from serving.rank.service import RankingService
 from shard_node.bags import Float32Array
 
 # Sums of 100 such rows, and so logits, stay of the order of 1.
 ROW_LIMIT = 0.08
 BLOCK_BYTES = 4 << 20
+GOLDEN_REQUESTS = 4
+GOLDEN_TIMEOUT_S = 60.0
 
 
 class RandomRows(RowSource):
@@ -57,7 +68,39 @@ def random_dense(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progress: Progress = no_progress) -> Path:
+def golden_of(snapshot: Path, workloads: Sequence[Workload]) -> GoldenRequests:
+    """Return some requests of each workload with the scores that a snapshot's model gives them in float32.
+
+    Raises as `load_served_model`.
+    """
+    rng = np.random.default_rng(0)
+    requests = [workload.request(rng) for workload in workloads for _ in range(GOLDEN_REQUESTS)]
+    batch = merge(requests)
+    with contextlib.closing(RankingService()) as service:
+        source = ModelSource(snapshot=snapshot, dtype="float32", verify=False)
+        with contextlib.closing(load_served_model(source, service)) as served:
+            scoring = served.on_each(lambda ranking: ranking.score(batch, time.monotonic() + GOLDEN_TIMEOUT_S))
+            scores, names = asyncio.run(scoring)[0].scores, served.schema.names
+    bags, lengths, values = batch.bags, batch.bags.bag_starts(), batch.bags.value_starts()
+    pieces = list(zip(names, itertools.pairwise(lengths), itertools.pairwise(values), strict=True))
+    return GoldenRequests(
+        num_candidates=np.array([request.num_candidates for request in requests], np.int32),
+        values={name: bags.values[first:end] for name, _, (first, end) in pieces},
+        lengths={name: bags.lengths[first:end].astype(np.int32) for name, (first, end), _ in pieces},
+        context_dense=batch.context_dense,
+        candidate_dense=batch.candidate_dense,
+        scores=scores[0],
+    )
+
+
+def write_random_snapshot(
+    spec: ModelSpec,
+    store: Path,
+    *,
+    seed: int = 0,
+    golden: GoldenRequests | None = None,
+    progress: Progress = no_progress,
+) -> Path:
     """Write the next version of a model into a store, made if it is missing; return the snapshot's folder.
 
     Raises OSError: the store can't be written; the same export goes on with what it has written. ExportError.
@@ -66,4 +109,4 @@ def write_random_snapshot(spec: ModelSpec, store: Path, *, seed: int = 0, progre
     tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in spec.tables}
     rows = {name: RandomRows(seed, name, *shape) for name, shape in tables.items()}
     dense, metadata = random_dense(spec, seed), {"source": "random rows", "seed": str(seed)}
-    return export_snapshot(store, spec, rows=rows, dense=dense, metadata=metadata, progress=progress)
+    return export_snapshot(store, spec, rows=rows, dense=dense, golden=golden, metadata=metadata, progress=progress)

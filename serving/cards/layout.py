@@ -182,7 +182,7 @@ class CardLayout:
         """
         for run, source, column, target in self.sums:
             rows = areas[source]
-            shape, strides = (rows.shape[0], run.num_lookups, run.dim), (rows.stride(0), run.dim, 1)
+            shape, strides = (run.num_lookups, rows.shape[0], run.dim), (run.dim, rows.stride(0), 1)
             write_run(run, rows.as_strided(shape, strides, rows.storage_offset() + column), areas[target], projections)
 
     def size(self, batch_class: BatchClass) -> BatchSize:

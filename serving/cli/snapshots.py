@@ -246,3 +246,5 @@ def _scores_checks(snapshot: Snapshot, *, trust_exported: bool) -> Iterator[str]
     yield f"golden requests: {candidates}, every score within {entry.tolerance:g}"
     fallback = f"; {checked.fallback}" if checked.fallback else ""
     yield f"dense model in {checked.dtype}: golden scores differ by up to {checked.difference or 0:.3g}{fallback}"
+    if checked.int8:
+        yield f"dense model: {checked.int8}"

@@ -1,7 +1,8 @@
 """What every ranking model reads: one matrix with a row a request and one with a row a candidate, and their assembly.
 
 Each side's matrix is `[embeddings | dense | zeros]`: its pooled features in the spec's order, its dense inputs, and
-padding to a multiple of 32 columns, which matrix units want. Context columns are never written for each candidate:
+padding to a multiple of 32 columns, which matrix units want. The candidates' one has codes, a byte each, if the first
+layer that reads it is an int8 one. Context columns are never written for each candidate:
 models multiply them once a request. A lookup answers with one block per (embedding_dim, dtype) group: feature after
 feature (or slice after slice of features of sliced tables), each with all its bags. Those that are neighbours in both
 orders form a run, and a run is written by one strided copy, which converts to the model's number format.
@@ -23,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from loader.snapshot.manifest import ModelSpec, Side
 from router.feature_schema import FeatureSchema
 from router.router import Embeddings
+from serving.models.layers import Steps, codes_of
 from shard_node.bags import Float32Array, Int64Array
 
 COLUMN_MULTIPLE: Final = 32
@@ -202,7 +204,8 @@ class Run(NamedTuple):
     """Lookups for pooled features, of one side and embedding_dim, that are neighbours in block and columns.
 
     They are `num_lookups` from `first` on, in the group `block`, with `dim` columns. They go to `width` columns of
-    the side's matrix from `column` on, projected if there are `projections` (names of parts), added if it `adds`.
+    the side's matrix from `column` on, projected if there are `projections` (names of parts), added if it `adds`, as
+    codes if their `step` is not 0.
     """
 
     block: int
@@ -214,10 +217,16 @@ class Run(NamedTuple):
     width: int
     projections: tuple[str, ...]
     adds: bool
+    step: float = 0.0
 
 
-def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Sequence[int]) -> tuple[Run, ...]:
-    """Split the lookups of features, by flat index, into runs, those that add last. Sequences begin at column 0."""
+def find_runs(
+    spec: ModelSpec, schema: FeatureSchema, features: Sequence[int], steps: Float32Array | None = None
+) -> tuple[Run, ...]:
+    """Split the lookups of features, by flat index, into runs, those that add last. Sequences begin at column 0.
+
+    `steps`, float32 [padded width], are those of the candidates' columns; None for no codes.
+    """
     columns, lookups, projections = InputShapes.of(spec).columns, schema.lookups, spec.projections()
     runs: list[Run] = []
     # Of each feature, the part that is written first, to which the others are added.
@@ -227,16 +236,18 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Sequence[int]) -
         feature = schema.features[index]
         name = spec.parts(spec.table_of(feature.name))[part].name
         dim = schema.layout.groups[block].embedding_dim
+        column = columns.get(feature.name, slice(0, 0)).start + int(lookups.column[number])
         run = Run(
             block=block,
             side=feature.side,
             first=number,
             num_lookups=1,
             dim=dim,
-            column=columns.get(feature.name, slice(0, 0)).start + int(lookups.column[number]),
+            column=column,
             width=projections[name][1] if name in projections else dim,
             projections=(name,) if name in projections else (),
             adds=first_parts.setdefault(index, part) != part,
+            step=0.0 if steps is None or feature.side == "context" else float(steps[column]),
         )
         last = runs[-1] if runs else run
         following = last._replace(
@@ -252,14 +263,16 @@ def find_runs(spec: ModelSpec, schema: FeatureSchema, features: Sequence[int]) -
     return tuple(sorted(runs, key=lambda run: run.adds))
 
 
-def write_run(run: Run, rows: Tensor, matrix: Tensor, projections: Mapping[str, Tensor]) -> None:
-    """Write the rows of a run, [bags, lookups, dim], into its columns of a matrix: projected, added, as the run says.
+def write_run(run: Run, rows: Tensor, matrix: Tensor, projections: Mapping[str, Tensor], zero: int = 0) -> None:
+    """Write the rows of a run, [lookups, bags, dim], into its columns of a matrix: projected, added, as the run says.
 
-    `projections` are float32 [dim, width] by part.
+    `projections` are float32 [dim, width] by part; `zero` is the code of 0.
     """
     if run.projections:
-        by_lookup = torch.stack([projections[part] for part in run.projections])
-        rows = torch.bmm(rows.transpose(0, 1).float(), by_lookup).transpose(0, 1)
+        rows = torch.bmm(rows.float(), torch.stack([projections[part] for part in run.projections]))
+    if run.step:
+        rows = codes_of(rows, run.step, zero)
+    rows = rows.transpose(0, 1)
     first = matrix.storage_offset() + run.column
     target = matrix.as_strided(rows.shape, (matrix.stride(0), run.width, 1), first)
     if run.adds:
@@ -269,12 +282,21 @@ def write_run(run: Run, rows: Tensor, matrix: Tensor, projections: Mapping[str, 
 
 
 class InputAssembler:
-    """Writes a batch's embeddings and dense floats into a ranking model's inputs, in its number format. Immutable."""
+    """Writes a batch's embeddings and dense floats into a ranking model's inputs, in its number format. Immutable.
 
-    def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype) -> None:
+    `steps` are those of the candidates' columns, [padded width], if the model reads their codes. Sums over slices of a
+    table can't be made of codes: where there are some, it gets numbers, and takes their codes itself.
+    """
+
+    def __init__(self, spec: ModelSpec, schema: FeatureSchema, dtype: torch.dtype, steps: Steps | None = None) -> None:
         self.shapes = InputShapes.of(spec)
         self.dtype = dtype
-        self._runs = find_runs(spec, schema, np.flatnonzero(~schema.is_none).tolist())
+        features = np.flatnonzero(~schema.is_none).tolist()
+        self._runs = find_runs(spec, schema, features, None if steps is None else steps.step.numpy())
+        if any(run.adds and run.step for run in self._runs):
+            steps, self._runs = None, find_runs(spec, schema, features)
+        self._zero = 0 if steps is None else steps.zero
+        self._dense_steps = steps and steps._replace(step=steps.step[self.shapes.candidate.dense_columns])
         self._sequences = [(index, schema.features[index].name) for index in np.flatnonzero(schema.is_none).tolist()]
 
     def buffer(self, num_requests: int = 0, num_candidates: int = 0) -> list[Tensor]:
@@ -283,8 +305,10 @@ class InputAssembler:
         It grows to the largest batch; only one batch may use it at a time.
         """
         buffer = []
-        for count, side in ((num_requests, self.shapes.context), (num_candidates, self.shapes.candidate)):
-            matrix = torch.empty(count, side.padded_width, dtype=self.dtype)
+        dtype = self.dtype if self._dense_steps is None else torch.uint8
+        sides = (self.shapes.context, self.dtype, num_requests), (self.shapes.candidate, dtype, num_candidates)
+        for side, dtype, count in sides:
+            matrix = torch.empty(count, side.padded_width, dtype=dtype)
             # Memory that was never written may hold NaN, which a zero weight does not remove.
             matrix[:, side.width :].zero_()
             buffer.append(matrix)
@@ -318,16 +342,16 @@ class InputAssembler:
         if self.shapes.context.dense_width:
             context[:, self.shapes.context.dense_columns] = torch.from_numpy(context_dense.copy())
         if self.shapes.candidate.dense_width:
-            dense = torch.from_numpy(candidate_dense.copy())
-            candidates[:num_candidates, self.shapes.candidate.dense_columns] = dense
+            dense, steps = torch.from_numpy(candidate_dense.copy()), self._dense_steps
+            codes = dense if steps is None else steps.codes(dense)
+            candidates[:num_candidates, self.shapes.candidate.dense_columns] = codes
         for run in self._runs:
             matrix, bags = (context, num_requests) if run.side == "context" else (candidates, num_candidates)
-            # The run is rows [F, bags, D] of its block, from `start` on; it is read as [bags, F, D].
+            # The run is rows [F, bags, D] of its block, from `start` on.
             dim, start = run.dim, int(embeddings.row_starts[run.first]) * run.dim
             block = torch.from_numpy(embeddings.blocks[run.block])
-            write_run(
-                run, block.as_strided((bags, run.num_lookups, dim), (dim, bags * dim, 1), start), matrix, projections
-            )
+            of_run = block.as_strided((run.num_lookups, bags, dim), (bags * dim, dim, 1), start)
+            write_run(run, of_run, matrix, projections, self._zero)
         sequences: dict[str, SequenceInput] = {}
         for index, name in self._sequences:
             rows = embeddings.feature(index, {name: matrix.numpy() for name, matrix in projections.items()})

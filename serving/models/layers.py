@@ -1,14 +1,18 @@
 """The layers of ranking models: linear maps whose context part is multiplied once a request, made ready for scoring.
 
 `Linear` trains as PyTorch's does. `pack` makes it ready on one device, in one of three number formats: its columns go
-in the order of the inputs, and on the CPU its weights in that of oneDNN's kernels, or into int8.
+in the order of the inputs, and on the CPU its weights in that of oneDNN's kernels, or into int8. Inputs of an int8
+layer are codes: bytes, of which each step is worth the same, as much as golden requests need.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import threading
-from collections.abc import Callable, Sequence
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,19 +24,22 @@ from torch.nn import functional as F  # noqa: N812
 from serving.description import NumberFormat
 from serving.errors import RankingModelError
 
+logger = logging.getLogger(__name__)
+
 CPU: Final = torch.device("cpu")
 DtypeChoice: TypeAlias = Literal["auto", "float32", "bfloat16", "int8"]
 Columns: TypeAlias = npt.NDArray[np.int64]
 """For each column that is read the column of the trained weights, or -1 for one that is always zero."""
 
-MIN_INT8_INPUTS: Final = 512
-MIN_INT8_OUTPUTS: Final = 128
-"""Below, quantising the inputs and scaling the sums costs what the product gains. Measured with AVX-512 VNNI, against
-bfloat16, 832 rows: 1,696 to 256 in 2.72 ms for 3.49; 416 to 256 in 0.72 for 0.79, and 112 rows in 0.136 for 0.128."""
-INT8_ROWS: Final = 256
-"""Rows are worked on so many at a time, in memory that stays in the cache."""
-MAX_CODE: Final = 127.0
+MIN_INT8_WEIGHTS: Final = 1 << 14
+"""Below, quantising the inputs costs what the product gains: 256 to 64 takes 65 us for 832 rows, in float32 184."""
+ZERO: Final = 128
+"""The code of 0 where inputs may be negative."""
+HEADROOM: Final = 1.25
+"""How much larger than those of golden requests inputs may be; then they are up to twice as large by the grid."""
 MIN_MAGNITUDE: Final = 1e-30
+SAMPLED: Final = 64
+"""In one of so many calls it is counted which inputs were beyond the codes."""
 _NO_SCALARS: list[Any] = []
 
 
@@ -76,67 +83,105 @@ class PackedProduct:
         return F.relu_(y) if relu else y
 
 
-class _Scratch(threading.local):
-    """Memory for what a product works out on the way, one for each thread: fresh memory would cost a third more."""
+class Steps(NamedTuple):
+    """The codes of a layer's inputs: x = (code - zero) * step, with a step for all, [], or for each column, [in]."""
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
+    step: Tensor
+    zero: int
 
-    def matrix(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for INT8_ROWS rows at most, undefined, the same for the same width and dtype."""
-        kept = self._kept.get((width, dtype))
-        if kept is None:
-            kept = self._kept[width, dtype] = torch.empty(INT8_ROWS, width, dtype=dtype)
-        return kept[:rows]
+    @classmethod
+    def of(cls, least: Tensor, most: Tensor) -> Steps:
+        """Choose them for numbers between these, [] or [in]: powers of two, the same where rows have changed a little.
+
+        Columns have codes for negative numbers if one of them needs these.
+        """
+        zero = ZERO if bool((least < 0).any()) else 0
+        reach = torch.maximum(most, -least).double().clamp_(min=MIN_MAGNITUDE) * (HEADROOM / (255 - zero))
+        return cls(torch.exp2(torch.ceil(torch.log2(reach))).float(), zero)
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Return the codes of numbers, uint8; of those that are beyond, the nearest there is."""
+        if self.step.dim():
+            return codes_of(x * (1.0 / self.step), 1.0, self.zero)
+        return codes_of(x, self.step.item(), self.zero)
 
 
-_SCRATCH = _Scratch()
+# PyTorch says of it, once in a process, that a later release will not have it; see `int8_is_there`.
+warnings.filterwarnings("ignore", message=r"torch\.quantize_per_tensor", category=UserWarning)
+
+
+def codes_of(x: Tensor, step: float, zero: int) -> Tensor:
+    """Return uint8 codes of numbers, contiguous: by PyTorch's only such operator that makes one pass."""
+    quantised = torch.quantize_per_tensor(x.float(), step, zero, torch.quint8)
+    # Its bytes are copied by `int_repr`.
+    return torch.empty(0, dtype=torch.uint8).set_(quantised.untyped_storage(), 0, quantised.shape, quantised.stride())
 
 
 class Int8Product:
-    """Sums of int8 products in int32: a scale for each row of weights and, found anew, for each row of inputs.
+    """oneDNN's product of codes with int8 weights, [out, in]: scales, what is added, ReLU and the next codes in one go.
 
-    Both are symmetric: value = code * scale, with codes in -127..127. The result has the inputs' dtype. There must be
-    two inputs or more: of one `_int_mm` makes nonsense (torch 2.13).
+    PyTorch's compiler makes quantised models of the same operators (torch/_inductor/fx_passes/quantization.py). The
+    steps of columns are part of the weights. What it returns are numbers, `output`, or codes with the steps `output`.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        weight = weight.float()
-        self._scales = weight.abs().amax(1).clamp_(min=MIN_MAGNITUDE) / MAX_CODE
-        self._codes = (weight / self._scales[:, None]).round_().to(torch.int8).t()
+    def __init__(self, weight: Tensor, steps: Steps, output: torch.dtype | Steps) -> None:
+        weight = weight.float() * steps.step
+        self.steps = steps
+        self._calls = self._sampled = self._beyond = 0
+        self._scales = weight.abs().amax(1).clamp_(min=MIN_MAGNITUDE) / 127.0
+        codes = (weight / self._scales[:, None]).round_().to(torch.int8)
+        self._weight = torch.ops.onednn.qlinear_prepack(codes, None)
+        self._zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+        self._output = (1.0, 0, output)
+        if isinstance(output, Steps):
+            self._output = (output.step.item(), output.zero, torch.uint8)
+        self._product: Callable[..., Tensor] = torch.ops.onednn.qlinear_pointwise.default
+        self._adding_product: Callable[..., Tensor] = torch.ops.onednn.qlinear_pointwise.binary
+
+    def __call__(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
+        """Return the product with codes, or with numbers, of which it takes the codes."""
+        if x.dim() > 2:
+            return torch.unflatten(self(x.flatten(0, -2), more, relu), 0, x.shape[:-1])
+        codes = x if x.dtype is torch.uint8 else self.steps.codes(x)
+        self._calls += 1
+        if self._calls % SAMPLED == 1:
+            self._count(codes)
+        last = "relu" if relu else "none", _NO_SCALARS, ""
+        read = codes, 1.0, self.steps.zero, self._weight, self._scales, self._zeros
+        if more is None or more.dim() == 1:
+            return self._product(*read, None if more is None else more.float(), *self._output, *last)
+        return self._adding_product(*read, more, None, *self._output, 1.0, 0, "add", 1.0, *last)
+
+    def take_sampled(self) -> tuple[int, int]:
+        """Return how many inputs were looked at since the last time, and how many of them were beyond the codes."""
+        taken = self._sampled, self._beyond
+        self._sampled = self._beyond = 0
+        return taken
+
+    def _count(self, codes: Tensor) -> None:
+        beyond = codes == 255
+        if self.steps.zero:
+            beyond |= codes == 0
+        self._sampled += codes.numel()
+        self._beyond += int(beyond.sum())
+
+
+class ObservedProduct:
+    """A product that notes between which numbers its inputs are, by column."""
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.least, self.most = torch.tensor(math.inf), torch.tensor(-math.inf)
 
     def __call__(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
         """Return the product."""
-        if x.shape[0] <= INT8_ROWS:
-            return self._product(x, more, relu).to(x.dtype, copy=True)
-        blocks = torch.split(x, INT8_ROWS)
-        added = itertools.repeat(more, len(blocks)) if more is None or more.dim() == 1 else torch.split(more, INT8_ROWS)
-        return torch.cat(
-            [self._product(*block, relu).to(x.dtype, copy=True) for block in zip(blocks, added, strict=True)]
-        )
-
-    def _product(self, x: Tensor, more: Tensor | None, relu: bool) -> Tensor:
-        """Return the product of INT8_ROWS rows at most, float32, in memory that the next one overwrites."""
-        (rows, width), outputs = x.shape, self._scales.numel()
-        scaled, codes = _SCRATCH.matrix(rows, width, torch.float32), _SCRATCH.matrix(rows, width, torch.int8)
-        # The largest magnitude of each row, float32 [N, 1].
-        if x.dtype is torch.bfloat16:
-            # Without their signs, floats are in the order of their bits, and whole numbers are compared much faster.
-            bits = torch.bitwise_and(x.view(torch.int16), 0x7FFF, out=_SCRATCH.matrix(rows, width, torch.int16))
-            largest = bits.amax(1, keepdim=True).view(torch.bfloat16).float()
-        else:
-            largest = torch.abs(x, out=_SCRATCH.matrix(rows, width, torch.float32)).amax(1, keepdim=True)
-        largest.clamp_(min=MIN_MAGNITUDE)
-        codes.copy_(scaled.copy_(x).mul_(MAX_CODE / largest).round_())
-        sums = torch._int_mm(codes, self._codes, out=_SCRATCH.matrix(rows, outputs, torch.int32))
-        y = _SCRATCH.matrix(rows, outputs, torch.float32)
-        torch.mul(sums, largest / MAX_CODE, out=y).mul_(self._scales)
-        if more is not None:
-            y.add_(more)
-        return F.relu_(y) if relu else y
+        rows = x.reshape(-1, x.shape[-1]).float()
+        if rows.shape[0]:
+            self.least, self.most = torch.minimum(self.least, rows.amin(0)), torch.maximum(self.most, rows.amax(0))
+        return self.product(x, more, relu)
 
 
-Product: TypeAlias = PlainProduct | PackedProduct | Int8Product
+Product: TypeAlias = PlainProduct | PackedProduct | Int8Product | ObservedProduct
 """Returns x W^T + more, [..., out], of weights that were made ready; max(0, .) of it with `relu`.
 
 `more` is a bias, [out]; or, of x [N, in], a row for each, [N, out], which may be overwritten.
@@ -168,6 +213,25 @@ def int8_is_faster() -> bool:
     return bool(capabilities.get("avx512_vnni") and not capabilities.get("amx_bf16"))
 
 
+@functools.cache
+def int8_is_there() -> bool:
+    """Return whether this build of PyTorch has the operators of int8 layers, and they multiply rightly."""
+    weight, x = torch.arange(-32.0, 32.0).view(4, 16) / 8.0, torch.arange(48.0).view(3, 16) - 20.0
+    more, steps = torch.arange(12.0).view(3, 4) - 30.0, Steps(torch.tensor(0.25), ZERO)
+    try:
+        with torch.inference_mode():
+            found = [Int8Product(weight, steps, torch.float32)(x, added, True) for added in (more, more[0])]
+        expected = [PlainProduct(weight)(x, added, True) for added in (more.clone(), more[0])]
+        bound = 0.01 * float(expected[0].abs().max()) + 0.5
+        problem = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)) > bound
+        reason = f"4 x 16 weights give {found}, not {expected}" if problem else ""
+    except (AttributeError, RuntimeError, TypeError) as error:
+        reason = str(error)
+    if reason:
+        logger.warning("no int8 layers: torch %s has other operators of oneDNN: %s", torch.__version__, reason)
+    return not reason
+
+
 def input_dtype(number_format: NumberFormat) -> torch.dtype:
     """Return in which dtype a model in this format reads its inputs, and keeps what it does not count in int8."""
     is_half = number_format == "bfloat16" or (number_format == "int8" and bfloat16_is_native())
@@ -185,20 +249,13 @@ def choose_dtype(choice: DtypeChoice, device: torch.device = CPU) -> NumberForma
     is_gpu = device.type == "cuda"
     if choice == "int8" and is_gpu:
         raise RankingModelError("dtype 'int8': dense layers count in int8 on CPUs only; use 'auto' or 'bfloat16'")
-    if choice == "int8" or (choice == "auto" and not is_gpu and int8_is_faster()):
+    if not is_gpu and (choice == "int8" or (choice == "auto" and int8_is_faster())) and int8_is_there():
         return "int8"
     native = torch.cuda.get_device_capability(device) >= (8, 0) if is_gpu else bfloat16_is_native()
     if choice == "bfloat16" and not native:
         what = "GPU" if is_gpu else "CPU"
         raise RankingModelError(f"dtype 'bfloat16': this {what} has no bfloat16; use 'auto' or 'float32'")
     return "bfloat16" if native else "float32"
-
-
-def formats_to_try(chosen: NumberFormat) -> tuple[NumberFormat, ...]:
-    """List the number formats narrower than float32 that a version may serve in, in the order they are tried."""
-    if chosen == "int8":
-        return ("int8", "bfloat16") if bfloat16_is_native() else ("int8",)
-    return ("bfloat16",) if chosen == "bfloat16" else ()
 
 
 class _Ready(NamedTuple):
@@ -252,22 +309,24 @@ class Linear(nn.Linear):
             return part.index_select(0, shared.owner)
         return rows(x, part[0] if part.shape[0] == 1 else part.index_select(0, shared.owner), self.relu)
 
-    def pack(self, number_format: NumberFormat) -> bool:
+    def pack(self, number_format: NumberFormat, int8: Steps | None = None, output: Steps | None = None) -> None:
         """Make it ready to score where it is: its weights must not change after that, and need no gradients.
 
-        What is counted in int8 is quantised from the weights as they are, before they go into the dtype of the others.
-        Returns whether it is.
+        With `int8`, the codes of its rows' inputs, it is quantised from the weights as they are, before they go into
+        the dtype of the others; with `output` it returns codes.
         """
-        weight, int8 = self._columns(self._rows), None
-        outputs, inputs = weight.shape
-        gains = inputs >= MIN_INT8_INPUTS and outputs >= MIN_INT8_OUTPUTS and not self.is_exact
-        if number_format == "int8" and gains:
-            int8 = Int8Product(weight)
+        weight, dtype = self._columns(self._rows), input_dtype(number_format)
+        product = None if int8 is None else Int8Product(weight, int8, output or dtype)
         if not self.is_exact:
-            self.to(input_dtype(number_format))
+            self.to(dtype)
         ready = self._with(PackedProduct if can_pack(self.weight) else PlainProduct)
-        self.ready = ready._replace(rows=int8 or ready.rows)
-        return int8 is not None
+        self.ready = ready._replace(rows=product or ready.rows)
+
+    @property
+    def may_be_int8(self) -> bool:
+        """Return whether int8 gains anything."""
+        columns = self.in_features if self._rows is None else self._rows.size
+        return not self.is_exact and columns * self.out_features >= MIN_INT8_WEIGHTS
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is packed: a copy may be meant for another device."""
@@ -325,6 +384,10 @@ class Mlp(nn.Module):
         # Read from the plain list above: PyTorch's takes five calls for each layer.
         self.layers = nn.ModuleList(self._layers)
         self.output_width = widths[-1]
+
+    def successive(self) -> Iterator[tuple[Linear, Linear]]:
+        """Yield each layer with the one that reads what it returns."""
+        return itertools.pairwise(self._layers)
 
     def forward(self, x: Tensor, shared: Shared | None = None) -> Tensor:
         """Map [..., columns] to [..., sizes[-1]]; to logits, float32 [N], if it ends in one."""

@@ -19,7 +19,18 @@ from loader.snapshot.tables import Frozen, projection_name, schema_errors
 from serving.description import NumberFormat
 from serving.errors import RankingModelError
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.layers import CPU, Columns, Linear, Mlp, Shared, bfloat16_is_native, input_dtype
+from serving.models.layers import (
+    CPU,
+    Columns,
+    Int8Product,
+    Linear,
+    Mlp,
+    ObservedProduct,
+    Shared,
+    Steps,
+    bfloat16_is_native,
+    input_dtype,
+)
 
 MAX_PAIRS: Final = 1 << 18
 """Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB."""
@@ -131,14 +142,20 @@ class RankingModel(nn.Module):
     """A dense part: from a batch's inputs to one logit a candidate. What depends on the context is computed once.
 
     Attributes:
+        reads_candidates: the layer that reads the candidates' matrix as it is; "" if there is none.
+        int8: the codes of int8 layers' inputs, by their names; `candidate_steps` those of the candidates' matrix.
         projections: of parts that are narrower than their table, float32 [columns, embedding_dim].
         projections_by_part: the same by the names of the parts, once it is packed.
     """
+
+    reads_candidates: str = ""
 
     def __init__(self, shapes: InputShapes) -> None:
         super().__init__()
         self.shapes = shapes
         self.number_format: NumberFormat = "float32"
+        self.int8: dict[str, Steps] = {}
+        self.candidate_steps: Steps | None = None
         self.projections = nn.ParameterDict()
         self.projections_by_part: dict[str, Tensor] = {}
 
@@ -151,17 +168,57 @@ class RankingModel(nn.Module):
     def forward(self, inputs: RankingInputs) -> Tensor:
         """Return logits, float32 [N]."""
 
-    def pack(self, number_format: NumberFormat) -> None:
+    def pack(self, number_format: NumberFormat, int8: Mapping[str, Steps] | None = None) -> None:
         """Make it ready to score where it is; its weights must not change any more.
 
-        A model without a layer that gains by int8 gets another format.
+        With `int8` the layers of these names are, with these codes of their inputs; without any, "int8" is the
+        format of the others.
         """
         self.requires_grad_(False).eval()
-        is_int8 = [layer.pack(number_format) for layer in self.modules() if isinstance(layer, Linear)]
-        if number_format == "int8" and not any(is_int8):
+        self.int8 = dict(int8 or {}) if number_format == "int8" else {}
+        if number_format == "int8" and not self.int8:
             number_format = "bfloat16" if bfloat16_is_native() else "float32"
-        self.number_format = number_format
+        self.number_format, self.candidate_steps = number_format, self.int8.get(self.reads_candidates)
+        names = {layer: name for name, layer in self.named_modules() if isinstance(layer, Linear)}
+        following = dict(pair for one in self.modules() if isinstance(one, Mlp) for pair in one.successive())
+        for layer, name in names.items():
+            after = names[following[layer]] if layer in following else ""
+            layer.pack(number_format, self.int8.get(name), self.int8.get(after))
         self.projections_by_part = {name.replace("/", "."): matrix for name, matrix in self.projections.items()}
+
+    def take_sampled(self) -> tuple[int, int]:
+        """Return how many inputs of int8 layers were looked at since the last time, and how many were beyond codes."""
+        products = [one.ready.rows for one in self.modules() if isinstance(one, Linear) and one.ready]
+        taken = [product.take_sampled() for product in products if isinstance(product, Int8Product)]
+        return sum(sampled for sampled, _ in taken), sum(beyond for _, beyond in taken)
+
+    def observed(self) -> dict[str, ObservedProduct]:
+        """Have the layers that may be int8 note what they read from now on, by their names; it is not to be served."""
+        noted = dict[str, ObservedProduct]()
+        for name, layer in self.named_modules():
+            if isinstance(layer, Linear) and layer.may_be_int8 and layer.ready and layer.ready.rows is not None:
+                noted[name] = ObservedProduct(layer.ready.rows)
+                layer.ready = layer.ready._replace(rows=noted[name])
+        return noted
+
+    def steps(self, noted: Mapping[str, ObservedProduct]) -> dict[str, Steps]:
+        """Choose the codes of the inputs of layers, largest first: for each layer, or feature that it reads, a step."""
+        chosen, side = dict[str, Steps](), self.shapes.candidate
+        # Columns of a feature have the same number, others one of their own.
+        group = torch.arange(side.padded_width)
+        for name in side.features:
+            group[self.shapes.columns[name]] = self.shapes.columns[name].start
+        for name, product in sorted(noted.items(), key=lambda item: -self.get_parameter(f"{item[0]}.weight").numel()):
+            least, most = product.least, product.most
+            if name == self.reads_candidates and least.dim():
+                zeros = torch.zeros(group.numel())
+                least = zeros.scatter_reduce(0, group, least, "amin")[group]
+                most = zeros.scatter_reduce(0, group, most, "amax")[group]
+            if torch.isfinite(least).all():
+                chosen[name] = (
+                    Steps.of(least, most) if name == self.reads_candidates else Steps.of(least.amin(), most.amax())
+                )
+        return chosen
 
     def scores(self, inputs: RankingInputs) -> Tensor:
         """Return sigmoid(logit), and below it each output that the model names: float32 [1 + outputs, N]."""
@@ -185,6 +242,8 @@ def _input_columns(shapes: InputShapes) -> tuple[Columns, Columns]:
 
 class MlpRanking(RankingModel):
     """logit = MLP(concat(dense, embeddings))."""
+
+    reads_candidates = "mlp.layers.0"
 
     def __init__(self, config: MlpConfig, shapes: InputShapes) -> None:
         super().__init__(shapes)
@@ -416,7 +475,7 @@ class DeviceCopies:
         with self._lock:
             if device not in self._by_device:
                 model = copy.deepcopy(self.original).to(device)
-                model.pack(self.original.number_format)
+                model.pack(self.original.number_format, self.original.int8)
                 if device.type == "cuda":
                     # It was made on this thread's stream, and is read on another one.
                     torch.cuda.current_stream(device).synchronize()
@@ -506,8 +565,16 @@ def build_model(spec: ModelSpec) -> RankingModel:
     return model
 
 
-def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: NumberFormat = "float32") -> RankingModel:
-    """Load a model, ready to score in a number format. Raises RankingModelError, naming tensors that don't fit."""
+def load_model(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    number_format: NumberFormat = "float32",
+    int8: Mapping[str, Steps] | None = None,
+) -> RankingModel:
+    """Load a model, ready to score in a number format, with these int8 layers, if any; see `RankingModel.pack`.
+
+    Raises RankingModelError, naming tensors that don't fit.
+    """
     # On the meta device nothing is allocated or drawn at random before the tensors are known to fit.
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}
@@ -526,5 +593,5 @@ def load_model(spec: ModelSpec, tensors: Mapping[str, Tensor], number_format: Nu
             raise RankingModelError(f"{prefix}: tensor {name!r} holds NaN or inf")
     model = build_model(spec)
     model.load_state_dict(dict(tensors))
-    model.pack(number_format)
+    model.pack(number_format, int8)
     return model

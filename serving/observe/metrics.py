@@ -69,6 +69,8 @@ _COUNTERS = {
     ),
     "replica_ejections": ("Replicas that were ejected, by why.", ("model", "shard", "reason")),
     "dense_steps_refused": ("Sets of dense weights that must not answer.", _VERSION),
+    "int8_inputs": ("Inputs of int8 layers that were looked at, in one of 64 batches.", _VERSION),
+    "int8_inputs_beyond": ("How many of these were beyond what golden requests had, and cut off.", _VERSION),
     "recorded_requests": ("Requests chosen to be recorded: written, or dropped.", ("outcome",)),
     "recorded_bytes": ("Bytes of recorded requests that were written.", ()),
     "warmed_requests": ("Requests that versions answered before they were ready, to be warm.", _VERSION),

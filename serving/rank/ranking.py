@@ -27,7 +27,7 @@ from serving.errors import InternalError, InvalidRequestError
 from serving.formats.requests import LookupRequest, RankRequest, value_path
 from serving.formats.schema import RequestSchema
 from serving.models.inputs import InputAssembler
-from serving.models.layers import CPU
+from serving.models.layers import CPU, SAMPLED
 from serving.models.ranking_models import DeviceCopies
 from serving.observe.calls import BatchTimes, Call, VersionCounter
 from serving.observe.metrics import ServingMetrics
@@ -274,6 +274,7 @@ class Ranking:
         self.metrics = metrics
         self.counter = counter
         self._clock = clock
+        self._counted = 0
         self._model_name = parts.schema.features.spec.model
         self._output_names = tuple(parts.schema.features.spec.dense_model.outputs)
         Ranking.set_weights(self, parts)
@@ -515,11 +516,21 @@ class Ranking:
             )
             if self.device is CPU:
                 scored = parts.models.original.scores(inputs)
+                if parts.models.original.int8:
+                    self._count_inputs(parts)
             else:
                 scored = parts.models.on(self.device).scores(inputs.on(self.device)).cpu()
             scores: Float32Array = scored.numpy()
         # What a batch was rounded up by is nobody's.
         return scores[:, : batch.request_of_candidate.size]
+
+    def _count_inputs(self, parts: RankingParts) -> None:
+        self._counted = (self._counted + 1) % SAMPLED
+        if not self._counted:
+            for name, count in zip(
+                ("int8_inputs", "int8_inputs_beyond"), parts.models.original.take_sampled(), strict=True
+            ):
+                self.metrics.count(name, self._model_name, parts.version, by=count)
 
     def _end_batch(self, times: BatchTimes, scored_at: float, waiting: Sequence[Call], method: str) -> None:
         times.ended_at = self._clock()

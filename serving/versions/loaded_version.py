@@ -34,7 +34,7 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.exported import load_exported
 from serving.models.inputs import InputAssembler
-from serving.models.layers import DtypeChoice, choose_dtype, formats_to_try
+from serving.models.layers import DtypeChoice, Steps, bfloat16_is_native, choose_dtype
 from serving.models.ranking_models import DeviceCopies, RankingModel, load_model
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
@@ -230,7 +230,7 @@ class LoadedVersion:
         """
         replicas = cast("list[Replica]", self._replicas)
         current = replicas[0].ranking.parts
-        model = load_model(snapshot.spec, tensors, current.dtype)
+        model = load_model(snapshot.spec, tensors, current.dtype, current.models.original.int8)
         parts = replace(current, models=DeviceCopies(model), dense_step=record.step, min_sequence=record.sequence)
         golden = snapshot.golden()
         if golden is not None:
@@ -250,7 +250,8 @@ class LoadedVersion:
         """Answer with the snapshot's weights, which its load has checked, and forget all dense steps. Blocks."""
         replicas = cast("list[Replica]", self._replicas)
         current = replicas[0].ranking.parts
-        models = DeviceCopies(load_model(snapshot.spec, snapshot.dense_tensors(), current.dtype))
+        int8 = current.models.original.int8
+        models = DeviceCopies(load_model(snapshot.spec, snapshot.dense_tensors(), current.dtype, int8))
         parts = replace(current, models=models, dense_step=0, min_sequence=UNKNOWN_SEQUENCE)
 
         async def use(ranking: Ranking) -> None:
@@ -319,6 +320,7 @@ class CheckedVersion:
     Attributes:
         fallback: why it does not serve with the dtype that was asked for; "" if it does.
         wire_fallback: why sums of shards travel in float32 although float16 was asked for; "" if they don't.
+        int8: which layers are in int8, and how many inputs of golden requests were beyond their codes; "" for none.
         difference: the largest one from a golden score. None without golden requests, and once deltas were applied to
             the version: then its scores are meant to be others.
         tolerance: what the manifest allows; None without golden requests.
@@ -327,20 +329,29 @@ class CheckedVersion:
     dtype: NumberFormat
     fallback: str = ""
     wire_fallback: str = ""
+    int8: str = ""
     difference: float | None = None
     tolerance: float | None = None
 
 
 def ranking_parts(
-    snapshot: Snapshot, schema: RequestSchema, dtype: NumberFormat, *, trust_exported: bool = False
+    snapshot: Snapshot,
+    schema: RequestSchema,
+    dtype: NumberFormat,
+    int8: Mapping[str, Steps] | None = None,
+    *,
+    trust_exported: bool = False,
 ) -> RankingParts:
-    """Load a dense model in a number format; a (trusted) exported program in its own. Raises RankingModelError."""
+    """Load a dense model in a number format, with these int8 layers; a (trusted) exported program in its own.
+
+    Raises RankingModelError.
+    """
     model: RankingModel
     if isinstance(snapshot.spec.dense_model, ExportedModelSpec):
         model = load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
     else:
-        model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype)
-    assembler = InputAssembler(snapshot.spec, schema.features, model.dtype)
+        model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype, int8)
+    assembler = InputAssembler(snapshot.spec, schema.features, model.dtype, model.candidate_steps)
     return RankingParts(snapshot.version, schema, DeviceCopies(model), assembler)
 
 
@@ -372,7 +383,8 @@ def check_version(
         checked = check.run(chosen, halves=has_remote and wire_dtype != "float32")
     else:
         no_golden = "there are no golden requests to check {} with"
-        fallback = no_golden.format(chosen) if chosen != "float32" and dtype == "auto" else ""
+        has_no_steps = chosen == "int8" or (chosen != "float32" and dtype == "auto")
+        fallback = no_golden.format(chosen) if has_no_steps else ""
         wire_fallback = no_golden.format("float16") if has_remote and wire_dtype == "auto" else ""
         checked = CheckedVersion(parts.dtype if fallback or is_exported else chosen, fallback, wire_fallback)
         if checked.dtype != parts.dtype:
@@ -414,20 +426,20 @@ class _GoldenCheck:
         return f"model {self.snapshot.spec.model!r} version {self.snapshot.version}"
 
     def run(self, chosen: NumberFormat, *, halves: bool) -> CheckedVersion:
-        dtype = self.parts.dtype
         parts, fallbacks, wire_fallback = self.parts, list[str](), ""
-        difference = self.difference(self.replicas[0])
+        exact = ranking_parts(self.snapshot, parts.schema, "float32") if chosen == "int8" else parts
+        noted = exact.models.original.observed() if chosen == "int8" else {}
+        difference = self.difference(self.replicas[0], exact)
         as_exported = self.is_as_exported(difference)
-        for tried in formats_to_try(chosen):
-            in_dtype = ranking_parts(self.snapshot, self.parts.schema, tried)
-            if in_dtype.dtype != tried and in_dtype.dtype != "bfloat16":
-                break
-            fallback = self.why_not(in_dtype, in_dtype.dtype, "the dense model is computed in a wider number format")
+        for narrower in self.narrower(chosen, exact.models.original.steps(noted)):
+            fallback = self.why_not(narrower, narrower.dtype, "the dense model is computed in a wider number format")
             if not fallback:
-                parts, dtype = in_dtype, in_dtype.dtype
+                parts = narrower
                 _use(self.replicas, parts)
                 break
             fallbacks.append(fallback)
+        if parts.dtype == chosen:
+            fallbacks.clear()
         if halves:
             with_halves = replace(parts, forms=STORED_AND_FLOAT16)
             wire_fallback = self.why_not(with_halves, "float16 sums of shards", "shards answer in float32")
@@ -437,7 +449,19 @@ class _GoldenCheck:
         difference = max(difference, *map(self.difference, self.replicas))
         as_exported = as_exported and self.is_as_exported(difference)
         golden_difference = difference if as_exported else None
-        return CheckedVersion(dtype, "; ".join(fallbacks), wire_fallback, golden_difference, self.tolerance)
+        sampled, beyond = parts.models.original.take_sampled()
+        layers = ", ".join(parts.models.original.int8)
+        int8 = f"{layers} in int8, {beyond} of {sampled} inputs beyond their codes" if layers else ""
+        return CheckedVersion(parts.dtype, "; ".join(fallbacks), wire_fallback, int8, golden_difference, self.tolerance)
+
+    def narrower(self, chosen: NumberFormat, int8: Mapping[str, Steps]) -> Iterator[RankingParts]:
+        """Yield what may be served, the fastest first: with all int8 layers, without the smallest, ..., without any."""
+        layers = list(int8.items())
+        while layers:
+            yield ranking_parts(self.snapshot, self.parts.schema, "int8", dict(layers))
+            layers.pop()
+        if chosen == "bfloat16" or (chosen == "int8" and bfloat16_is_native()):
+            yield ranking_parts(self.snapshot, self.parts.schema, "bfloat16")
 
     def is_as_exported(self, difference: float) -> bool:
         """Tell whether the difference is within the tolerance. Raises RankingModelError if no delta explains it."""

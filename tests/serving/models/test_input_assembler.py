@@ -17,6 +17,7 @@ from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Embeddings, Router
 from serving.models.inputs import InputAssembler, RankingInputs, padded_sequence
+from serving.models.layers import Steps
 from shard_node.bags import KeyedBags
 from shard_node.node import LoadedTables, LocalShard, ShardNode
 from shardrank_testing.reference import ReferenceEngine
@@ -87,6 +88,23 @@ def test_a_shared_buffer_changes_no_batch():
             assert not found[:, side.width :].any()
             # What a batch leaves is of no later one.
             found[:, : side.width] = float("nan")
+
+
+def test_codes_are_those_of_the_numbers():
+    spec = spec_of([("candidate", "sum", 4), ("context", "sum", 4), ("candidate", "mean", 3)], (2, 3))
+    rng = np.random.default_rng(9)
+    embeddings = look_up(spec, [5, 9], 3, rng)
+    plain = InputAssembler(spec, embeddings.schema, torch.float32)
+    step = torch.full((plain.shapes.candidate.padded_width,), 2.0**-4)
+    step[4:7], step[8] = 2.0**-5, 2.0**-2
+    steps = Steps(step, 128)
+    coded = InputAssembler(spec, embeddings.schema, torch.float32, steps)
+    dense = rng.normal(size=(2, 2)).astype(np.float32), rng.normal(size=(14, 3)).astype(np.float32)
+    owner = np.repeat([0, 1], [5, 9])
+    numbers, codes = (one.assemble(embeddings, owner, *dense, one.buffer(), {}) for one in (plain, coded))
+    width = plain.shapes.candidate.width
+    assert torch.equal(codes.context, numbers.context)
+    assert torch.equal(codes.candidates[:14, :width], steps.codes(numbers.candidates)[:14, :width])
 
 
 def expected_columns(spec: ModelSpec, embeddings: Embeddings, side: str, dense: np.ndarray) -> np.ndarray:

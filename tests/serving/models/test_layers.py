@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.models import layers
 from serving.models.layers import (
+    SAMPLED,
     Int8Product,
     Linear,
     Mlp,
     PackedProduct,
     PlainProduct,
     Shared,
+    Steps,
     bfloat16_is_native,
+    choose_dtype,
     input_dtype,
     int8_is_faster,
+    int8_is_there,
 )
 
 FORMATS = [
@@ -28,12 +35,12 @@ FORMATS = [
 TOLERANCES = {"float32": {"rtol": 1e-5, "atol": 1e-5}, "bfloat16": {"rtol": 1e-2, "atol": 1e-2}}
 
 
-def ready(layers: torch.nn.Module, number_format: str) -> torch.nn.Module:
-    layers.requires_grad_(False).eval()
-    for one in layers.modules():
+def ready(module: torch.nn.Module, number_format: str) -> torch.nn.Module:
+    module.requires_grad_(False).eval()
+    for one in module.modules():
         if isinstance(one, Linear):
             one.pack(number_format)
-    return layers
+    return module
 
 
 @pytest.mark.parametrize("number_format", FORMATS)
@@ -42,12 +49,12 @@ def ready(layers: torch.nn.Module, number_format: str) -> torch.nn.Module:
 def test_packed_layers_give_what_plain_ones_give(number_format, shape, relu_at_end):
     torch.manual_seed(4)
     dtype = input_dtype(number_format)
-    layers = Mlp(13, [8, 5], "relu" if relu_at_end else "linear").to(dtype)
+    mlp = Mlp(13, [8, 5], "relu" if relu_at_end else "linear").to(dtype)
     # A part of wider rows, as the dense inputs are.
     x = torch.randn(*shape, 40).to(dtype)[..., :13]
     with torch.inference_mode():
-        expected = layers(x)
-        found = ready(layers, number_format)(x)
+        expected = mlp(x)
+        found = ready(mlp, number_format)(x)
     assert found.shape == expected.shape
     assert found.dtype == dtype
     if relu_at_end:
@@ -61,29 +68,102 @@ def test_int8_counts_as_faster_with_vnni_alone(monkeypatch, vnni, amx, faster) -
     assert int8_is_faster() is faster
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "gains"), [(1677, 256, True), (1677, 64, False), (416, 256, False)])
+@pytest.mark.parametrize(("inputs", "outputs", "gains"), [(1677, 256, True), (256, 64, True), (128, 64, False)])
 def test_only_wide_layers_gain_by_int8(inputs, outputs, gains) -> None:
-    assert Linear(inputs, outputs).requires_grad_(False).pack("int8") is gains
+    assert Linear(inputs, outputs).may_be_int8 is gains
+    assert not Linear(inputs, outputs, is_exact=True).may_be_int8
 
 
-@given(st.integers(0, 20), st.integers(2, 70), st.integers(1, 40), st.integers(0, 10_000), st.booleans(), st.booleans())
-def test_int8_sums_are_within_the_rounding_of_both_factors(rows, inputs, outputs, seed, has_bias, relu):
+@given(st.floats(1e-20, 1e20), st.booleans())
+def test_a_step_is_a_power_of_two_with_room_for_more(magnitude, is_signed):
+    least, most = torch.tensor(-magnitude if is_signed else 0.0), torch.tensor(magnitude)
+    steps = Steps.of(least, most)
+    step = float(steps.step)
+    assert math.frexp(step)[0] == 0.5
+    reach = step * (255 - steps.zero)
+    assert 1.24 * magnitude <= reach <= 2.51 * magnitude
+    assert steps.zero == (128 if is_signed else 0)
+    # Which codes there are does not depend on the last bit of a number.
+    assert Steps.of(least, torch.nextafter(most, torch.tensor(0.0))).step in (step, step / 2)
+
+
+@given(st.integers(0, 20), st.integers(1, 40), st.integers(0, 10_000), st.booleans(), st.booleans())
+def test_codes_are_the_nearest_that_there_are(rows, columns, seed, is_signed, by_column):
+    draw = torch.Generator().manual_seed(seed)
+    x = 40.0 * torch.randn(rows, columns, generator=draw)
+    step = torch.exp2(torch.randint(-6, 1, (columns,) if by_column else (), generator=draw).float())
+    steps = Steps(step, 128 if is_signed else 0)
+    expected = np.clip(np.rint(x.numpy() / step.numpy()) + steps.zero, 0, 255)
+    np.testing.assert_array_equal(steps.codes(x).numpy(), expected)
+
+
+def int8_bound(weight: torch.Tensor, x: torch.Tensor, steps: Steps) -> torch.Tensor:
+    """Half a step of each input, and of each weight, for every product."""
+    folded = weight * steps.step
+    step_w = folded.abs().amax(1) / 127
+    codes = (x / steps.step).abs() + 0.5
+    return 0.5 * (folded.abs().sum(1) + step_w * codes.sum(1, keepdim=True)) * 1.01 + 1e-4
+
+
+@given(
+    st.integers(0, 20),
+    st.integers(1, 70),
+    st.integers(1, 40),
+    st.integers(0, 10_000),
+    st.sampled_from(["none", "bias", "rows"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_int8_sums_are_within_the_rounding_of_both_factors(rows, inputs, outputs, seed, adds, relu, by_column):
     draw = torch.Generator().manual_seed(seed)
     weight, x = torch.randn(outputs, inputs, generator=draw), torch.randn(rows, inputs, generator=draw)
-    # Rows of zeros have no scale.
-    x[::5] = 0.0
-    bias = torch.randn(outputs, generator=draw) if has_bias else None
-    found = Int8Product(weight)(x, bias, relu)
-    expected = PlainProduct(weight)(x, bias, relu)
-    # Half a step of each row of inputs, and of each row of weights, for every product.
-    step_x = x.abs().amax(1, keepdim=True) / 127 if inputs else x[:, :1]
-    step_w = weight.abs().amax(1) / 127
-    bound = 0.5 * (step_x * weight.abs().sum(1) + step_w * x.abs().sum(1, keepdim=True) + inputs * step_x * step_w)
-    assert found.dtype == x.dtype
-    assert ((found - expected).abs() <= bound * 1.01 + 1e-5).all()
+    least, most = (x.amin(0), x.amax(0)) if rows else (torch.zeros(inputs), torch.ones(inputs))
+    steps = Steps.of(least, most) if by_column else Steps.of(least.amin(), most.amax())
+    more = {"none": None, "bias": torch.randn(outputs), "rows": torch.randn(rows, outputs)}[adds]
+    expected = PlainProduct(weight)(x, None if more is None else more.clone(), relu)
+    product = Int8Product(weight, steps, torch.float32)
+    found = product(x, more, relu)
+    assert found.dtype == torch.float32
+    assert ((found - expected).abs() <= int8_bound(weight, x, steps)).all()
+    # Codes and the numbers that they are of give the same, and so do three dimensions.
+    assert torch.equal(product(steps.codes(x), more, relu), found)
+    assert torch.equal(product(x[None], None, relu), product(x, None, relu)[None])
 
 
-@pytest.mark.parametrize("product", [PlainProduct, PackedProduct, Int8Product])
+def test_an_int8_layer_returns_the_codes_that_the_next_one_reads():
+    torch.manual_seed(3)
+    weight, x, bias = torch.randn(24, 32), torch.rand(9, 32), torch.randn(24)
+    steps = Steps.of(torch.tensor(0.0), torch.tensor(1.0))
+    numbers = Int8Product(weight, steps, torch.float32)(x, bias, True)
+    following = Steps.of(numbers.amin(), numbers.amax())
+    codes = Int8Product(weight, steps, following)(x, bias, True)
+    assert codes.dtype == torch.uint8
+    assert (codes.int() - following.codes(numbers).int()).abs().max() <= 1
+
+
+def test_inputs_beyond_the_codes_are_counted_in_some_calls():
+    product = Int8Product(torch.ones(4, 8), Steps(torch.tensor(1.0), 128), torch.float32)
+    x = torch.zeros(2, 8)
+    x[0, 0], x[1, 3], x[1, 4] = 400.0, -400.0, 100.0
+    for _ in range(SAMPLED + 1):
+        product(x, None, False)
+    assert product.take_sampled() == (32, 4)
+    assert product.take_sampled() == (0, 0)
+
+
+def test_a_build_whose_operators_are_others_has_no_int8_layers(monkeypatch, caplog):
+    assert int8_is_there()
+    int8_is_there.cache_clear()
+    monkeypatch.setattr(layers, "codes_of", lambda x, step, zero: torch.full_like(x, 7, dtype=torch.uint8))
+    try:
+        assert not int8_is_there()
+        assert [record.message for record in caplog.records if "no int8 layers" in record.message]
+        assert choose_dtype("int8") == choose_dtype("auto") != "int8"
+    finally:
+        int8_is_there.cache_clear()
+
+
+@pytest.mark.parametrize("product", [PlainProduct, PackedProduct])
 @pytest.mark.parametrize("relu", [False, True])
 def test_a_product_adds_what_each_row_has_besides(product, relu):
     torch.manual_seed(2)

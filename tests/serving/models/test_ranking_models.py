@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from serving.errors import RankingModelError
 from serving.models import layers
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.layers import CPU, Int8Product, Linear, choose_dtype
-from serving.models.ranking_models import MAX_PAIRS, DeviceCopies, TargetAttention, load_model
+from serving.models.layers import CPU, Int8Product, Linear, Steps, choose_dtype
+from serving.models.ranking_models import MAX_PAIRS, DeviceCopies, RankingModel, TargetAttention, load_model
 from shardrank_testing.ranking import (
     CONFIGS,
     DIM,
@@ -31,6 +32,14 @@ from shardrank_testing.ranking import (
 def logits_of(spec, tensors, inputs: RankingInputs) -> np.ndarray:
     with torch.inference_mode():
         return load_model(spec, tensors)(inputs).numpy()
+
+
+def loaded(spec, tensors, dtype: str, inputs: RankingInputs) -> RankingModel:
+    """The model; with int8, all layers that may be are, with codes for what they read of these inputs."""
+    exact = load_model(spec, tensors)
+    noted = exact.observed()
+    exact.scores(inputs)
+    return load_model(spec, tensors, dtype, exact.steps(noted))
 
 
 def side_by_side(spec, inputs: RankingInputs) -> np.ndarray:
@@ -135,6 +144,7 @@ def test_tensors_that_are_no_finite_floats_are_refused(bias: torch.Tensor | None
 def test_auto_takes_the_fastest_format_that_the_cpu_has(monkeypatch, has_fast_int8, has_bfloat16, chosen) -> None:
     monkeypatch.setattr(layers, "int8_is_faster", lambda: has_fast_int8)
     monkeypatch.setattr(layers, "bfloat16_is_native", lambda: has_bfloat16)
+    monkeypatch.setattr(layers, "int8_is_there", lambda: True)
     assert [choose_dtype(choice) for choice in ("auto", "float32", "int8")] == [chosen, "float32", "int8"]
 
 
@@ -152,7 +162,8 @@ SPLIT_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.04}
 def test_shared_context_scores_like_each_candidates(kind, dtype, counts, dense, seed):
     spec = ranking_spec(kind, dense=dense)
     tensors, inputs = random_tensors(spec, seed), random_inputs(spec, counts, [3] * len(counts), seed)
-    model = load_model(spec, tensors, dtype)
+    with mock.patch.object(layers, "MIN_INT8_WEIGHTS", 0):
+        model = loaded(spec, tensors, dtype, inputs)
     owner = inputs.request_of_candidate
     # A request for every candidate: nothing is shared, and nothing is in blocks.
     whole = inputs._replace(
@@ -182,10 +193,39 @@ def test_wide_layers_in_int8_are_close_to_float32(kind):
     config = {"hidden": [256, 128]} if kind == "mlp" else {"num_cross_layers": 2, "deep": [256]}
     spec = ranking_spec(kind, config, dense=(200, 600))
     tensors, inputs = random_tensors(spec), random_inputs(spec, [20, 30])
-    narrow = load_model(spec, tensors, "int8")
-    assert any(isinstance(one.ready.rows, Int8Product) for one in narrow.modules() if isinstance(one, Linear))
+    narrow = loaded(spec, tensors, "int8", inputs)
+    products = [one.ready.rows for one in narrow.modules() if isinstance(one, Linear)]
+    assert sum(isinstance(product, Int8Product) for product in products) == len(narrow.int8) >= 2
     difference = narrow.scores(converted(inputs, narrow.dtype)) - load_model(spec, tensors).scores(inputs)
     assert 0 < difference.abs().max() < 0.05
+
+
+def test_an_mlp_reads_the_codes_of_its_candidates_by_feature():
+    spec = ranking_spec("mlp", {"hidden": [256, 128]}, dense=(2, 600))
+    tensors, inputs = random_tensors(spec), random_inputs(spec, [20, 30])
+    # Floats may be much larger than embeddings.
+    inputs.candidates[:, InputShapes.of(spec).candidate.dense_columns][:, 1] *= 100.0
+    narrow = loaded(spec, tensors, "int8", inputs)
+    steps = narrow.candidate_steps
+    assert steps is not None
+    for name in InputShapes.of(spec).candidate.features:
+        assert len(set(steps.step[InputShapes.of(spec).columns[name]].tolist())) == 1
+    numbers = narrow.scores(converted(inputs, narrow.dtype)._replace(candidates=inputs.candidates))
+    codes = converted(inputs, narrow.dtype)._replace(candidates=steps.codes(inputs.candidates))
+    torch.testing.assert_close(narrow.scores(codes), numbers, rtol=0, atol=0)
+    torch.testing.assert_close(numbers, load_model(spec, tensors).scores(inputs), rtol=0, atol=0.05)
+
+
+def test_the_layers_that_are_given_up_first_are_the_smallest():
+    spec = ranking_spec("mlp", {"hidden": [256, 128]}, dense=(200, 600))
+    model = load_model(spec, random_tensors(spec))
+    noted = model.observed()
+    assert model.steps(noted) == {}
+    model.scores(random_inputs(spec, [20, 30]))
+    steps = model.steps(noted)
+    assert list(steps) == ["mlp.layers.0", "mlp.layers.1"]
+    # What a ReLU returns has all codes.
+    assert (steps["mlp.layers.0"].zero, steps["mlp.layers.1"]) == (128, Steps(steps["mlp.layers.1"].step, 0))
 
 
 OTHER = torch.device("meta")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import logging
 import re
 import shutil
@@ -19,6 +21,7 @@ from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.embedded import ModelSource, Ranker, load_served_model
+from serving.models import layers
 from serving.models.ranking_models import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.versions.fleet_member import FleetMember
@@ -34,6 +37,7 @@ from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
     api_request,
+    api_spec,
     ask,
     rank_message,
     running_api,
@@ -213,6 +217,34 @@ def test_bfloat16_serves_only_if_it_gives_the_golden_scores(tmp_path, golden, ca
         assert "with bfloat16 golden scores differ by up to" in description.dense_model.dtype_fallback
         assert "the dense model is computed in float32" in caplog.text
         assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 1.0' in metrics
+
+
+def test_int8_layers_are_those_that_give_the_golden_scores(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "MIN_INT8_WEIGHTS", 0)
+    dense_model = api_spec().dense_model
+    deep = dense_model.model_copy(update={"config": {**dense_model.config, "hidden": [24, 16]}})
+    spec = api_spec().model_copy(update={"dense_model": deep})
+    golden = golden_of(write_api_model(tmp_path / "first", spec=spec))
+    found = list[str]()
+    for tolerance in (0.2, *np.geomspace(0.05, 1e-6, 12).tolist()):
+        model = write_api_model(tmp_path / f"{tolerance}", spec=spec, golden=golden, golden_tolerance=tolerance)
+        source = ModelSource(snapshot=model.path, dtype="int8")
+        with contextlib.closing(load_served_model(source, RankingService())) as served:
+            checked, dtype = served.checked, served.description.dense_model.dtype
+        assert (checked.difference or 0.0) <= tolerance
+        assert bool(checked.int8) == (dtype == "int8") == (checked.fallback == "")
+        found.append(checked.int8)
+    assert re.fullmatch(r"mlp.layers.0, mlp.layers.1.* in int8, 0 of [1-9]\d* inputs beyond their codes", found[0])
+    # The smallest is given up first, in the end all.
+    kept = [re.sub(" in int8.*", "", text).split(", ") for text in dict.fromkeys(found) if text]
+    assert found[-1] == ""
+    assert all(fewer == more[: len(fewer)] for more, fewer in itertools.pairwise(kept))
+
+
+def test_no_layer_is_in_int8_without_golden_requests(tmp_path):
+    description, _ = load(write_api_model(tmp_path), dtype="int8")
+    reason = "there are no golden requests to check int8 with"
+    assert (description.dense_model.dtype, description.dense_model.dtype_fallback) == ("float32", reason)
 
 
 @pytest.mark.parametrize("num_replicas", [0, 1])
