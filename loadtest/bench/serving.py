@@ -58,22 +58,19 @@ from loadtest.workloads.catalog import (
 )
 from loadtest.workloads.payloads import APIS, Api, Payload
 from loadtest.workloads.prepare import golden_of, write_random_snapshot
-from router.feature_schema import FeatureSchema
 from router.plan import Plan
 from serving.cli import options as opts
 from serving.config import ServeConfig
 from serving.description import NumberFormat
 from serving.embedded import ModelSource, load_served_model
 from serving.formats.requests import RankRequest
-from serving.formats.schema import RequestSchema
-from serving.limits import RequestLimits
 from serving.models.layers import DtypeChoice, choose_dtype
 from serving.observe.calls import STAGES, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
 from serving.server import running_server
-from serving.versions.loaded_version import LoadedVersion, LoadOptions, ranking_parts
+from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from shard_node.bags import Float32Array
 from shard_node.node import LocalShard
 from shard_node.wire.address import Address
@@ -90,8 +87,9 @@ class Limit:
         plan = Plan.make(snapshot.spec)
         shard = LocalShard(make_node(snapshot, plan))
         self._router = make_router(snapshot, plan, [shard])
-        schema = RequestSchema(FeatureSchema.of(snapshot.spec), RequestLimits())
-        parts = ranking_parts(snapshot, schema, dtype)
+        source = ModelSource(snapshot=path, dtype=dtype, verify=False)
+        with contextlib.closing(load_served_model(source, RankingService())) as served:
+            parts = served.rankings[0].parts
         self._ranking = Ranking(parts, self._router, [shard], ServingMetrics(), VersionCounter())
         # As servers do once they have started.
         settle_heap()

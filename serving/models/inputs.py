@@ -300,17 +300,17 @@ class InputAssembler:
         self._sequences = [(index, schema.features[index].name) for index in np.flatnonzero(schema.is_none).tolist()]
 
     def buffer(self, num_requests: int = 0, num_candidates: int = 0) -> list[Tensor]:
-        """Make memory for `assemble`, the context's matrix and the candidates': padding is zeros, the rest undefined.
+        """Make memory for `assemble`, the context's matrix and the candidates': padding is 0, the rest undefined.
 
         It grows to the largest batch; only one batch may use it at a time.
         """
         buffer = []
         dtype = self.dtype if self._dense_steps is None else torch.uint8
-        sides = (self.shapes.context, self.dtype, num_requests), (self.shapes.candidate, dtype, num_candidates)
-        for side, dtype, count in sides:
+        of_context, of_candidates = (self.dtype, 0, num_requests), (dtype, self._zero, num_candidates)
+        for side, (dtype, zero, count) in ((self.shapes.context, of_context), (self.shapes.candidate, of_candidates)):
             matrix = torch.empty(count, side.padded_width, dtype=dtype)
             # Memory that was never written may hold NaN, which a zero weight does not remove.
-            matrix[:, side.width :].zero_()
+            matrix[:, side.width :].fill_(zero)
             buffer.append(matrix)
         return buffer
 
@@ -337,7 +337,7 @@ class InputAssembler:
         if num_requests > buffer[0].shape[0] or num_rows > buffer[1].shape[0]:
             buffer[:] = self.buffer(max(num_requests, buffer[0].shape[0]), max(num_rows, buffer[1].shape[0]))
         context, candidates = buffer[0][:num_requests], buffer[1][:num_rows]
-        candidates[num_candidates:].zero_()
+        candidates[num_candidates:].fill_(self._zero)
         # Dense inputs may be in the bytes of a request, which nobody may write: torch warns of tensors over such.
         if self.shapes.context.dense_width:
             context[:, self.shapes.context.dense_columns] = torch.from_numpy(context_dense.copy())

@@ -20,7 +20,7 @@ from loader.access_counts import AccessCounts, write_access_counts
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from serving.embedded import Ranker
-from serving.models.layers import bfloat16_is_native
+from serving.models.layers import choose_dtype
 from shardrank_testing.command_line import shardrank
 from shardrank_testing.snapshots import rewrite_manifest
 
@@ -146,9 +146,9 @@ def test_verify_scores_the_golden_requests_of_a_trained_version(tmp_path: Path) 
     assert (good["ok"], good["golden_checked"]) == (True, True)
     # Only rows that are looked up are read for it.
     assert (bring_in.called, load.called) == (False, False)
-    # It has no layer that gains by int8, so that is no format of its own.
-    narrowest = "bfloat16" if bfloat16_is_native() else "float32"
-    assert good["checks"][-1].startswith(f"dense model in {narrowest}: golden scores differ by up to 0.0")
+    narrowest = choose_dtype("auto")
+    assert f"dense model in {narrowest}: golden scores differ by up to 0.0" in "; ".join(good["checks"])
+    assert ("cross.full.1 in int8, 0 of " in good["checks"][-1]) == (narrowest == "int8")
     assert "\ngolden: " in shardrank("inspect", "--snapshot", folder).output
     rewrite_manifest(folder, lambda manifest: manifest["golden"].update(tolerance=1e-9))
     bad = shardrank("verify", "--store", tmp_path, code=1)
