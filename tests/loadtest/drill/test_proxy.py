@@ -35,7 +35,8 @@ async def test_delayed_bytes_come_later_and_in_order():
         proxy.replies.delay_s = 0.0
         server_writer.write(b"b")
         assert await reader.readexactly(100_001) == b"a" * 100_000 + b"b"
-        assert asyncio.get_running_loop().time() - begin > 0.19  # its clock has milliseconds
+        # Its clock has milliseconds, whose difference is not exactly one.
+        assert round(asyncio.get_running_loop().time() - begin, 3) >= 0.2
 
 
 async def test_a_connection_that_lost_bytes_is_cut_once_others_may_pass():

@@ -173,7 +173,13 @@ REFUSALS = [
     (f"{START} --guard max_p99_ratio=0.5", USAGE, "max_p99_ratio"),
     (f"{START} --strategy at-once", USAGE, "at-once"),
     # Plans.
-    ("plan --system h100 --model merlin-jumbo", ERROR, "error: rows take 926240048000 bytes"),
+    (
+        "plan --system h100 --model merlin-jumbo",
+        ERROR,
+        "error: rows take 926240048000 bytes, beside 0 of places on each card, "
+        f"but cards may take {[80_000_000_000] * 8} "
+        "and pinned memory 16000000000: 305240047920 bytes of 1769916779 rows are left over. Give more pinned memory",
+    ),
     ("plan --model dlrm-v2:2", ERROR, "above 0 and at most 1"),
     ("plan --model merlin-tiny --out /nowhere/plan.json", USAGE, "/nowhere/plan.json: there is no folder"),
     (f"{PLAN} --hotness f0=many", USAGE, "'f0=many' is not FEATURE=N"),
