@@ -20,6 +20,8 @@ from loader.snapshot.row_source import RowSource
 from loader.snapshot.writer import export_snapshot
 from loadtest.workloads.workload import Workload
 from serving.embedded import ModelSource, load_served_model
+from serving.formats.requests import RankRequest
+from serving.formats.schema import RequestSchema
 from serving.models.ranking_models import build_model
 from serving.rank.ranking import merge
 from serving.rank.service import RankingService
@@ -68,6 +70,25 @@ def random_dense(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+def as_golden(schema: RequestSchema, requests: Sequence[RankRequest], scores: Float32Array) -> GoldenRequests:
+    """Return requests with the scores, float32 [N], of all their candidates."""
+    batch = merge(requests)
+    bags, names, weights = batch.bags, schema.names, batch.bags.weights
+    lengths, values = (itertools.pairwise(starts.tolist()) for starts in (bags.bag_starts(), bags.value_starts()))
+    rows = {name: slice(*ends) for name, ends in zip(names, values, strict=True)}
+    return GoldenRequests(
+        num_candidates=np.array([request.num_candidates for request in requests], np.int32),
+        values={name: bags.values[rows[name]] for name in names},
+        lengths={
+            name: bags.lengths[first:end].astype(np.int32) for name, (first, end) in zip(names, lengths, strict=True)
+        },
+        weights={} if weights is None else {name: weights[rows[name]] for name in schema.weighted_names},
+        context_dense=batch.context_dense,
+        candidate_dense=batch.candidate_dense,
+        scores=scores,
+    )
+
+
 def golden_of(snapshot: Path, workloads: Sequence[Workload]) -> GoldenRequests:
     """Return some requests of each workload with the scores that a snapshot's model gives them in float32.
 
@@ -75,22 +96,12 @@ def golden_of(snapshot: Path, workloads: Sequence[Workload]) -> GoldenRequests:
     """
     rng = np.random.default_rng(0)
     requests = [workload.request(rng) for workload in workloads for _ in range(GOLDEN_REQUESTS)]
-    batch = merge(requests)
     with contextlib.closing(RankingService()) as service:
         source = ModelSource(snapshot=snapshot, dtype="float32", verify=False)
         with contextlib.closing(load_served_model(source, service)) as served:
-            scoring = served.on_each(lambda ranking: ranking.score(batch, time.monotonic() + GOLDEN_TIMEOUT_S))
-            scores, names = asyncio.run(scoring)[0].scores, served.schema.names
-    bags, lengths, values = batch.bags, batch.bags.bag_starts(), batch.bags.value_starts()
-    pieces = list(zip(names, itertools.pairwise(lengths), itertools.pairwise(values), strict=True))
-    return GoldenRequests(
-        num_candidates=np.array([request.num_candidates for request in requests], np.int32),
-        values={name: bags.values[first:end] for name, _, (first, end) in pieces},
-        lengths={name: bags.lengths[first:end].astype(np.int32) for name, (first, end), _ in pieces},
-        context_dense=batch.context_dense,
-        candidate_dense=batch.candidate_dense,
-        scores=scores[0],
-    )
+            deadline = time.monotonic() + GOLDEN_TIMEOUT_S
+            scoring = served.on_each(lambda ranking: ranking.score(merge(requests), deadline))
+            return as_golden(served.schema, requests, asyncio.run(scoring)[0].scores[0])
 
 
 def write_random_snapshot(
