@@ -315,8 +315,8 @@ class Linear(nn.Linear):
         With `int8`, the codes of its rows' inputs, it is quantised from the weights as they are, before they go into
         the dtype of the others; with `output` it returns codes.
         """
-        weight, dtype = self._columns(self._rows), input_dtype(number_format)
-        product = None if int8 is None else Int8Product(weight, int8, output or dtype)
+        dtype = input_dtype(number_format)
+        product = None if int8 is None else Int8Product(self._columns(self._rows), int8, output or dtype)
         if not self.is_exact:
             self.to(dtype)
         ready = self._with(PackedProduct if can_pack(self.weight) else PlainProduct)

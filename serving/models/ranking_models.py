@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from abc import abstractmethod
@@ -143,7 +144,7 @@ class RankingModel(nn.Module):
 
     Attributes:
         reads_candidates: the layer that reads the candidates' matrix as it is; "" if there is none.
-        int8: the codes of int8 layers' inputs, by their names; `candidate_steps` those of the candidates' matrix.
+        int8: the codes of int8 layers' inputs, by their names.
         projections: of parts that are narrower than their table, float32 [columns, embedding_dim].
         projections_by_part: the same by the names of the parts, once it is packed.
     """
@@ -155,7 +156,6 @@ class RankingModel(nn.Module):
         self.shapes = shapes
         self.number_format: NumberFormat = "float32"
         self.int8: dict[str, Steps] = {}
-        self.candidate_steps: Steps | None = None
         self.projections = nn.ParameterDict()
         self.projections_by_part: dict[str, Tensor] = {}
 
@@ -178,7 +178,7 @@ class RankingModel(nn.Module):
         self.int8 = dict(int8 or {}) if number_format == "int8" else {}
         if number_format == "int8" and not self.int8:
             number_format = "bfloat16" if bfloat16_is_native() else "float32"
-        self.number_format, self.candidate_steps = number_format, self.int8.get(self.reads_candidates)
+        self.number_format = number_format
         names = {layer: name for name, layer in self.named_modules() if isinstance(layer, Linear)}
         following = dict(pair for one in self.modules() if isinstance(one, Mlp) for pair in one.successive())
         for layer, name in names.items():
@@ -192,14 +192,19 @@ class RankingModel(nn.Module):
         taken = [product.take_sampled() for product in products if isinstance(product, Int8Product)]
         return sum(sampled for sampled, _ in taken), sum(beyond for _, beyond in taken)
 
-    def observed(self) -> dict[str, ObservedProduct]:
-        """Have the layers that may be int8 note what they read from now on, by their names; it is not to be served."""
-        noted = dict[str, ObservedProduct]()
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[dict[str, ObservedProduct]]:
+        """Have the layers that may be int8 note what they read meanwhile, by their names."""
+        noted, before = dict[str, ObservedProduct](), dict[Linear, Any]()
         for name, layer in self.named_modules():
             if isinstance(layer, Linear) and layer.may_be_int8 and layer.ready and layer.ready.rows is not None:
-                noted[name] = ObservedProduct(layer.ready.rows)
+                before[layer], noted[name] = layer.ready, ObservedProduct(layer.ready.rows)
                 layer.ready = layer.ready._replace(rows=noted[name])
-        return noted
+        try:
+            yield noted
+        finally:
+            for layer, ready in before.items():
+                layer.ready = ready
 
     def steps(self, noted: Mapping[str, ObservedProduct]) -> dict[str, Steps]:
         """Choose the codes of the inputs of layers, largest first: for each layer, or feature that it reads, a step."""
@@ -208,16 +213,16 @@ class RankingModel(nn.Module):
         group = torch.arange(side.padded_width)
         for name in side.features:
             group[self.shapes.columns[name]] = self.shapes.columns[name].start
-        for name, product in sorted(noted.items(), key=lambda item: -self.get_parameter(f"{item[0]}.weight").numel()):
+        read = {name: product for name, product in noted.items() if product.least.dim()}
+        for name, product in sorted(read.items(), key=lambda item: -self.get_parameter(f"{item[0]}.weight").numel()):
             least, most = product.least, product.most
-            if name == self.reads_candidates and least.dim():
+            if name == self.reads_candidates:
                 zeros = torch.zeros(group.numel())
                 least = zeros.scatter_reduce(0, group, least, "amin")[group]
                 most = zeros.scatter_reduce(0, group, most, "amax")[group]
-            if torch.isfinite(least).all():
-                chosen[name] = (
-                    Steps.of(least, most) if name == self.reads_candidates else Steps.of(least.amin(), most.amax())
-                )
+            else:
+                least, most = least.amin(), most.amax()
+            chosen[name] = Steps.of(least, most)
         return chosen
 
     def scores(self, inputs: RankingInputs) -> Tensor:
@@ -571,10 +576,7 @@ def load_model(
     number_format: NumberFormat = "float32",
     int8: Mapping[str, Steps] | None = None,
 ) -> RankingModel:
-    """Load a model, ready to score in a number format, with these int8 layers, if any; see `RankingModel.pack`.
-
-    Raises RankingModelError, naming tensors that don't fit.
-    """
+    """Load a model, made ready as by `RankingModel.pack`. Raises RankingModelError, naming tensors that don't fit."""
     # On the meta device nothing is allocated or drawn at random before the tensors are known to fit.
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}

@@ -527,10 +527,9 @@ class Ranking:
     def _count_inputs(self, parts: RankingParts) -> None:
         self._counted = (self._counted + 1) % SAMPLED
         if not self._counted:
-            for name, count in zip(
-                ("int8_inputs", "int8_inputs_beyond"), parts.models.original.take_sampled(), strict=True
-            ):
-                self.metrics.count(name, self._model_name, parts.version, by=count)
+            sampled, beyond = parts.models.original.take_sampled()
+            self.metrics.count("int8_inputs", self._model_name, parts.version, by=sampled)
+            self.metrics.count("int8_inputs_beyond", self._model_name, parts.version, by=beyond)
 
     def _end_batch(self, times: BatchTimes, scored_at: float, waiting: Sequence[Call], method: str) -> None:
         times.ended_at = self._clock()

@@ -146,9 +146,10 @@ class DenseSteps:
             for reported in info.versions
             if (reported.model, reported.version) == (served.model, served.version)
             and reported.delta_sequence >= sequence
+            and reported.delta_digest
         }
         for end in ends:
-            if end[2] and await self._has_lost(*end):
+            if await self._has_lost(*end):
                 return True
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -34,7 +35,7 @@ from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.models.exported import load_exported
 from serving.models.inputs import InputAssembler
-from serving.models.layers import DtypeChoice, Steps, bfloat16_is_native, choose_dtype
+from serving.models.layers import DtypeChoice, ObservedProduct, Steps, bfloat16_is_native, choose_dtype
 from serving.models.ranking_models import DeviceCopies, RankingModel, load_model
 from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
@@ -351,7 +352,7 @@ def ranking_parts(
         model = load_exported(snapshot.spec, snapshot.program_path, trusted=trust_exported)
     else:
         model = load_model(snapshot.spec, snapshot.dense_tensors(), dtype, int8)
-    assembler = InputAssembler(snapshot.spec, schema.features, model.dtype, model.candidate_steps)
+    assembler = InputAssembler(snapshot.spec, schema.features, model.dtype, model.int8.get(model.reads_candidates))
     return RankingParts(snapshot.version, schema, DeviceCopies(model), assembler)
 
 
@@ -383,8 +384,8 @@ def check_version(
         checked = check.run(chosen, halves=has_remote and wire_dtype != "float32")
     else:
         no_golden = "there are no golden requests to check {} with"
-        has_no_steps = chosen == "int8" or (chosen != "float32" and dtype == "auto")
-        fallback = no_golden.format(chosen) if has_no_steps else ""
+        needs_golden = chosen == "int8" or (chosen != "float32" and dtype == "auto")
+        fallback = no_golden.format(chosen) if needs_golden else ""
         wire_fallback = no_golden.format("float16") if has_remote and wire_dtype == "auto" else ""
         checked = CheckedVersion(parts.dtype if fallback or is_exported else chosen, fallback, wire_fallback)
         if checked.dtype != parts.dtype:
@@ -427,11 +428,11 @@ class _GoldenCheck:
 
     def run(self, chosen: NumberFormat, *, halves: bool) -> CheckedVersion:
         parts, fallbacks, wire_fallback = self.parts, list[str](), ""
-        exact = ranking_parts(self.snapshot, parts.schema, "float32") if chosen == "int8" else parts
-        noted = exact.models.original.observed() if chosen == "int8" else {}
-        difference = self.difference(self.replicas[0], exact)
+        exact = parts.models.original
+        with exact.observed() if chosen == "int8" else contextlib.nullcontext(dict[str, ObservedProduct]()) as noted:
+            difference = self.difference(self.replicas[0])
         as_exported = self.is_as_exported(difference)
-        for narrower in self.narrower(chosen, exact.models.original.steps(noted)):
+        for narrower in self.narrower(chosen, exact.steps(noted)):
             fallback = self.why_not(narrower, narrower.dtype, "the dense model is computed in a wider number format")
             if not fallback:
                 parts = narrower

@@ -37,8 +37,8 @@ def logits_of(spec, tensors, inputs: RankingInputs) -> np.ndarray:
 def loaded(spec, tensors, dtype: str, inputs: RankingInputs) -> RankingModel:
     """The model; with int8, all layers that may be are, with codes for what they read of these inputs."""
     exact = load_model(spec, tensors)
-    noted = exact.observed()
-    exact.scores(inputs)
+    with exact.observed() as noted:
+        exact.scores(inputs)
     return load_model(spec, tensors, dtype, exact.steps(noted))
 
 
@@ -152,6 +152,35 @@ FORMATS = st.sampled_from(["float32", "bfloat16", "int8"])
 SPLIT_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.04}
 
 
+def for_each_candidate(inputs: RankingInputs) -> RankingInputs:
+    """The same with a request for every candidate: nothing is shared, and nothing is in blocks."""
+    owner = inputs.request_of_candidate
+    return inputs._replace(
+        context=inputs.context[owner],
+        sequences={name: SequenceInput(one.rows[owner], one.mask[owner]) for name, one in inputs.sequences.items()},
+        request_of_candidate=torch.arange(len(owner)),
+        is_ordered=False,
+    )
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.sampled_from([(0, 4), (3, 0), (2, 3)]),
+    st.integers(0, 1000),
+)
+def test_int8_layers_score_the_same_with_a_shared_context(kind, counts, dense, seed):
+    """However small they are."""
+    spec = ranking_spec(kind, dense=dense)
+    tensors, inputs = random_tensors(spec, seed), random_inputs(spec, counts, [3] * len(counts), seed)
+    with mock.patch.object(layers, "MIN_INT8_WEIGHTS", 0):
+        model = loaded(spec, tensors, "int8", inputs)
+    assert model.int8
+    split = model.scores(converted(inputs, model.dtype))
+    whole = model.scores(converted(for_each_candidate(inputs), model.dtype))
+    torch.testing.assert_close(split, whole, rtol=0, atol=0.04)
+
+
 @given(
     st.sampled_from(KINDS),
     FORMATS,
@@ -162,16 +191,7 @@ SPLIT_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.04}
 def test_shared_context_scores_like_each_candidates(kind, dtype, counts, dense, seed):
     spec = ranking_spec(kind, dense=dense)
     tensors, inputs = random_tensors(spec, seed), random_inputs(spec, counts, [3] * len(counts), seed)
-    with mock.patch.object(layers, "MIN_INT8_WEIGHTS", 0):
-        model = loaded(spec, tensors, dtype, inputs)
-    owner = inputs.request_of_candidate
-    # A request for every candidate: nothing is shared, and nothing is in blocks.
-    whole = inputs._replace(
-        context=inputs.context[owner],
-        sequences={name: SequenceInput(one.rows[owner], one.mask[owner]) for name, one in inputs.sequences.items()},
-        request_of_candidate=torch.arange(len(owner)),
-        is_ordered=False,
-    )
+    model, whole = loaded(spec, tensors, dtype, inputs), for_each_candidate(inputs)
     split = model.scores(converted(inputs, model.dtype))
     tolerance = SPLIT_TOLERANCES[dtype]
     torch.testing.assert_close(split, model.scores(converted(whole, model.dtype)), rtol=0, atol=tolerance)
@@ -206,8 +226,7 @@ def test_an_mlp_reads_the_codes_of_its_candidates_by_feature():
     # Floats may be much larger than embeddings.
     inputs.candidates[:, InputShapes.of(spec).candidate.dense_columns][:, 1] *= 100.0
     narrow = loaded(spec, tensors, "int8", inputs)
-    steps = narrow.candidate_steps
-    assert steps is not None
+    steps = narrow.int8[narrow.reads_candidates]
     for name in InputShapes.of(spec).candidate.features:
         assert len(set(steps.step[InputShapes.of(spec).columns[name]].tolist())) == 1
     numbers = narrow.scores(converted(inputs, narrow.dtype)._replace(candidates=inputs.candidates))
@@ -219,9 +238,9 @@ def test_an_mlp_reads_the_codes_of_its_candidates_by_feature():
 def test_the_layers_that_are_given_up_first_are_the_smallest():
     spec = ranking_spec("mlp", {"hidden": [256, 128]}, dense=(200, 600))
     model = load_model(spec, random_tensors(spec))
-    noted = model.observed()
-    assert model.steps(noted) == {}
-    model.scores(random_inputs(spec, [20, 30]))
+    with model.observed() as noted:
+        assert model.steps(noted) == {}
+        model.scores(random_inputs(spec, [20, 30]))
     steps = model.steps(noted)
     assert list(steps) == ["mlp.layers.0", "mlp.layers.1"]
     # What a ReLU returns has all codes.
