@@ -31,6 +31,7 @@ from serving.cli.settings import config_of
 from serving.config import RowSettings
 from serving.fleet.supervisor import shardrank_command
 from serving.models.layers import choose_dtype
+from shard_node.answer import WIRE_FORMS
 from shard_node.bags import Float32Array
 from shard_node.cuda.card_set import DeviceChoice
 
@@ -48,7 +49,7 @@ MEASURES = (
     *(Measure(f"{percentile}, 1 in flight", "ms") for percentile in ("p50", "p99")),
     *(Measure(f"{percentile}, at the rate", "ms") for percentile in AT_RATE),
     Measure("bytes of a request, back", "B"),
-    *(Measure(f"bytes of a request, back as {form}", "B") for form in ("stored", "float16", "float32")),
+    *(Measure(f"bytes of a request, back as {form}", "B") for form in WIRE_FORMS),
     Measure("bytes of a request, to shards", "B"),
 )
 

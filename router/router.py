@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -20,7 +21,15 @@ from router.feature_schema import FeatureSchema
 from router.hot_rows import HotLookup, HotRows
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
-from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, Answer, ReplyEncoding, add_answers
+from shard_node.answer import (
+    EXACT,
+    NEWEST_SEQUENCE,
+    UNKNOWN_SEQUENCE,
+    WIRE_FORMS,
+    Answer,
+    ReplyEncoding,
+    add_answers,
+)
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound, oldest
 from shard_node.node import LocalShard, Shard
@@ -44,31 +53,19 @@ class LookupTimes:
         split_s: whose rows they are, and the bags that each shard gets.
         shard_wait_s: until all shards have answered; of rows in this process the pooling itself.
         add_s: the shards' answers added, means divided.
-        request_bytes: sent to shards behind sockets.
-        stored_bytes, float16_bytes, float32_bytes: of their replies, by form.
+        wire_bytes: sent to shards behind sockets, then of their replies in each of `shard_node.answer.WIRE_FORMS`.
     """
 
     map_s: float = 0.0
     split_s: float = 0.0
     shard_wait_s: float = 0.0
     add_s: float = 0.0
-    request_bytes: int = 0
-    stored_bytes: int = 0
-    float16_bytes: int = 0
-    float32_bytes: int = 0
+    wire_bytes: tuple[int, ...] = (0,) * (1 + len(WIRE_FORMS))
 
     def count(self, answer: Answer) -> None:
         """Count what an answer took on the wire; nothing if it came through no socket."""
         if answer.asked_bytes:
-            stored, float16, float32 = answer.bytes_by_form()
-            self.request_bytes += answer.asked_bytes
-            self.stored_bytes += stored
-            self.float16_bytes += float16
-            self.float32_bytes += float32
-
-    def wire_bytes(self) -> tuple[int, int, int, int]:
-        """Return bytes of requests, then those of replies by form: stored rows, float16 sums, float32 sums."""
-        return self.request_bytes, self.stored_bytes, self.float16_bytes, self.float32_bytes
+            self.wire_bytes = tuple(map(add, self.wire_bytes, (answer.asked_bytes, *answer.bytes_by_form())))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -258,9 +258,9 @@ class FrontSettings(TlsSettings, LogSettings, TraceSettings):
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Number format of the dense model; auto: the fastest that the device has (int8, bfloat16, float32) and golden
     scores allow."""
-    wire_dtype: Literal["auto", "float32", "float16"] = setting("auto", file_only=True)
-    """Number format in which shard nodes send sums of rows; auto: float16 where golden scores allow it. Rows that need
-    no adding travel as they are stored, and lose nothing."""
+    wire_dtype: Literal["auto", "float32", "float16", "int8"] = setting("auto", file_only=True)
+    """Number format in which shard nodes send sums of rows; auto: the narrowest that golden scores allow. Rows that
+    need no adding travel as they are stored, and lose nothing."""
     replica_policy: Policy = setting({}, file_only=True)
     """When a shard's replicas are asked twice and when one is ejected, such as hedge_after_ms = 50; docs/api.md lists
     what there is."""

@@ -2,15 +2,16 @@
 
 Where bags have hardly more than one value at an owner, adding there saves nothing: the rows travel as they are stored,
 in a quarter of the bytes of float32 sums, and whoever asked pools them with the operator that pools rows in memory. So
-a score that is made of such rows has the same bits wherever the rows lie. Other bags travel as sums, in float32 or
-rounded to float16. Which it is follows for each table from two counts, by `travel_as_stored`; it is never sent.
+a score that is made of such rows has the same bits wherever the rows lie. Other bags travel as sums: in float32,
+float16, or as int8 rows are stored, with a scale and a bias for each. Which tables' bags are sums follows from two
+counts, by `travel_as_stored`; it is never sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,15 @@ from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLay
 from shard_node.engine.kernels import as_tensor, pool_rows
 from shard_node.errors import RemoteError
 from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound
-from shard_node.split import Part, Sums, add
+from shard_node.split import Part, Sums, add, widened
 
 StoredRows: TypeAlias = npt.NDArray[np.uint8]
 
-WIRE_FORMS = ("stored", "float16", "float32")
+WIRE_FORMS = ("stored", "int8", "float16", "float32")
 """Of what answers take on the wire, in the order of `Answer.bytes_by_form`."""
+SumFormat: TypeAlias = Literal["float32", "float16", "int8"]
+INT8_TAIL_BYTES = 8
+"""Of an int8 row, beside its codes: the scale and the bias."""
 _FLOAT16_INFINITY = 0x7C00
 UNKNOWN_SEQUENCE = -1
 """Before any delta, and before the rows of any snapshot: nothing may rely on it."""
@@ -35,28 +39,26 @@ NEWEST_SEQUENCE = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class ReplyEncoding:
-    """What is accepted: rows as they are stored and float16 sums beside float32 ones; rows within `bound`, if any."""
+    """What is accepted: rows as they are stored or not, sums in this format or a wider one, rows within `bound`."""
 
     stored: bool = False
-    float16: bool = False
+    sums: SumFormat = "float32"
     bound: FreshnessBound | None = None
 
 
 FLOAT32_SUMS = ReplyEncoding()
 EXACT = ReplyEncoding(stored=True)
 """What loses nothing: rows as they are stored, and float32 sums."""
-STORED_AND_FLOAT16 = ReplyEncoding(stored=True, float16=True)
-"""What takes the fewest bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
     """What one owner answers: for each group of the table layout up to two arrays, in the order of what was asked for.
 
-    `sums` are float32 or float16 [bags, embedding_dim], `stored` uint8 [values, row_bytes] the rows of tables that
-    travel as stored, None if all are among `sums`. `asked_bytes` is the length of the frame that it answers, 0 if it
-    came through no socket; `sequence` the last delta that the owner had applied before it read its rows, `age_ms` their
-    age (`shard_node.freshness`).
+    `sums` are float32 or float16 [bags, embedding_dim], or int8 rows, uint8 [bags, embedding_dim + 8]; `stored` uint8
+    [values, row_bytes] the rows of tables that travel as stored, None if all are among `sums`. `asked_bytes` is the
+    length of the frame that it answers, 0 if it came through no socket; `sequence` the last delta that the owner had
+    applied before it read its rows, `age_ms` their age (`shard_node.freshness`).
     """
 
     sums: Sequence[Sums]
@@ -65,11 +67,12 @@ class Answer:
     sequence: int = UNKNOWN_SEQUENCE
     age_ms: int = UNKNOWN_AGE_MS
 
-    def bytes_by_form(self) -> tuple[int, int, int]:
-        """Bytes in each of `WIRE_FORMS`: of stored rows, of float16 and of float32 sums."""
-        stored = sum([rows.nbytes for rows in self.stored or ()])
-        halves = sum([sums.nbytes for sums in self.sums if sums.dtype == np.float16])
-        return stored, halves, sum([sums.nbytes for sums in self.sums]) - halves
+    def bytes_by_form(self) -> tuple[int, ...]:
+        """Bytes in each of `WIRE_FORMS`: of stored rows, then of sums."""
+        sums = {1: 0, 2: 0, 4: 0}
+        for one in self.sums:
+            sums[one.itemsize] += one.nbytes
+        return sum([rows.nbytes for rows in self.stored or ()]), *sums.values()
 
     def check(self, layout: TableLayout, bags: KeyedBags) -> None:
         """Raise RemoteError, naming the group and both shapes, unless it fits the bags."""
@@ -83,7 +86,9 @@ class Answer:
                 counts, values = bags.bags_per_key[first:end], values_per_key[first:end]
                 is_stored = travel_as_stored(group, values, counts)
                 num_values, num_sums = int(values.dot(is_stored)), num_sums - int(counts.dot(is_stored))
-            what, actual, shape = "sums", self.sums[number].shape, (num_sums, group.embedding_dim)
+            sums = self.sums[number]
+            row_size = group.embedding_dim + (INT8_TAIL_BYTES if sums.dtype == np.uint8 else 0)
+            what, actual, shape = "sums", sums.shape, (num_sums, row_size)
             if actual == shape and self.stored is not None:
                 what, actual, shape = "stored rows", self.stored[number].shape, (num_values, group.row_bytes)
             if actual != shape:
@@ -106,10 +111,14 @@ def group_keys(layout: TableLayout, bags: KeyedBags) -> list[tuple[Group, int, i
     return list(zip(layout.groups, edges[:-1], edges[1:], strict=True))
 
 
-def rounded(sums: Float32Array) -> Sums:
-    """Round to float16; sums that are too large for that stay what they are."""
-    if not sums.size:
+def rounded(sums: Float32Array, to: SumFormat) -> Sums:
+    """Return sums in a format; in a wider one where it has no number as large, or a narrower takes no fewer bytes."""
+    if not sums.size or to == "float32":
         return sums
+    if to == "int8" and sums.shape[1] > INT8_TAIL_BYTES:
+        rows: npt.NDArray[np.uint8] = torch.ops.quantized.embedding_bag_byte_prepack(torch.from_numpy(sums)).numpy()
+        if np.isfinite(rows[:, sums.shape[1] :].view(np.float32)).all():
+            return rows
     half: npt.NDArray[np.float16] = torch.from_numpy(sums).half().numpy()
     # The largest bits of either sign: below infinity's all are numbers.
     bits = half.reshape(-1)
@@ -160,8 +169,8 @@ def add_answers(
             joined = rows[0] if len(rows) == 1 else np.concatenate(rows)
             block = _pool_stored(group, joined, np.concatenate(values), bags, first, end)
             for index, sums in summed:
-                widened = torch.from_numpy(sums).float()
-                torch.from_numpy(block).index_add_(0, torch.from_numpy(index - first), widened)
+                at = torch.from_numpy(index - first)
+                torch.from_numpy(block).index_add_(0, at, torch.from_numpy(widened(sums)))
         else:
             share_no_bag = all(part.shares_no_bag for part in parts)
             block = add(summed, end - first, group.embedding_dim, first, share_no_bag=share_no_bag)

@@ -258,7 +258,7 @@ class ShardNode:
             answer = tables.engine.answer(bags) if forms.stored else Answer(tables.engine.pool(bags))
         finally:
             lease.release()
-        sums = [rounded(one) for one in answer.sums] if forms.float16 else answer.sums
+        sums = [rounded(one, forms.sums) for one in cast("list[Float32Array]", answer.sums)]
         return Answer(sums, answer.stored, 0, progress.sequence, progress.age_ms(self.wall_clock()))
 
     def info(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from shard_node.engine.kernels import pool_rows
 
 # Up to so many owners a pass for each is faster than a sort (measured: 266,240 values cost 0.4 ms a pass, 2 ms sorted).
 MAX_MASKED_OWNERS = 6
-Sums: TypeAlias = npt.NDArray[np.floating[Any]]
+Sums: TypeAlias = npt.NDArray[np.floating[Any]] | npt.NDArray[np.uint8]
 # More values a bag than these are counted; fewer are looked at one by one (measured: at 1 a bag in half of the time).
 MANY_VALUES = 2
 # Of the bags; with a value at an owner.
@@ -178,30 +178,30 @@ def add(
     """Add pooled parts into one block, float32 [num_bags, embedding_dim]; a bag that is in no part is zero.
 
     Each part is the bags that it has (int64 [b], strictly ascending; `first_bag` is the number of the block's first
-    one) and their sums (float32 or float16 [b, embedding_dim]). A block may be kept as the answer or written to, unless
-    it is read-only. `share_no_bag` tells that no bag is known to be in two parts.
+    one) and their sums (float32 or float16 [b, embedding_dim], or int8 rows). A block may be kept as the answer or
+    written to, unless it is read-only. `share_no_bag` tells that no bag is known to be in two parts.
     """
     if len(parts) == 1 and parts[0][0].size == num_bags:
-        return _float32(parts[0][1])
+        return widened(parts[0][1])
     if parts and all(index.size == num_bags for index, _ in parts):
-        block = _float32(parts[0][1])
+        block = widened(parts[0][1])
         out = torch.from_numpy(block if block.flags.writeable else block.copy())
         for _, sums in parts[1:]:
-            out += torch.from_numpy(sums)
+            out += torch.from_numpy(widened(sums))
         return out.numpy()
     if share_no_bag or not parts:
         # One item per bag: NumPy puts such whole, in half of the time of rows of numbers.
         covered = sum(index.size for index, _ in parts)
         put = (np.empty if covered == num_bags else np.zeros)((num_bags, embedding_dim), np.float32)
         for index, sums in parts:
-            np.put(_as_items(put), index - first_bag if first_bag else index, _as_items(_float32(sums)))
+            np.put(_as_items(put), index - first_bag if first_bag else index, _as_items(widened(sums)))
         return put
     # By the operator that pools rows: parts, one after the other, are the rows.
     bag_of_row = np.concatenate([index for index, _ in parts])
     rows = torch.empty(bag_of_row.size, embedding_dim)
     begin = 0
     for index, sums in parts:
-        rows[begin : begin + index.size] = torch.from_numpy(sums)
+        rows[begin : begin + index.size] = torch.from_numpy(widened(sums))
         begin += index.size
     offsets = np.zeros(num_bags + 1, np.int64)
     np.cumsum(np.bincount(bag_of_row - first_bag, minlength=num_bags), out=offsets[1:])
@@ -209,9 +209,14 @@ def add(
     return pool_rows("fp32", rows, bag_of_row.argsort(kind="stable"), offsets, None)
 
 
-def _float32(sums: Sums) -> Float32Array:
+def widened(sums: Sums) -> Float32Array:
+    """Return sums in any format as float32 [b, embedding_dim], themselves where they are."""
+    if sums.dtype == np.float32:
+        return cast("Float32Array", sums)
     # PyTorch converts twenty times as fast as NumPy.
-    return sums if sums.dtype == np.float32 else torch.from_numpy(sums).float().numpy()
+    tensor = torch.from_numpy(sums)
+    is_int8 = sums.dtype == np.uint8
+    return (torch.ops.quantized.embedding_bag_byte_unpack(tensor) if is_int8 else tensor.float()).numpy()
 
 
 def _as_items(block: Float32Array) -> npt.NDArray[np.void]:

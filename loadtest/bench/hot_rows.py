@@ -62,7 +62,7 @@ def measure_lookups(
 
     async def lookup(batch: KeyedBags) -> None:
         embeddings = await router.lookup(MODEL, 1, batch, time.monotonic() + TIMEOUT_S, EXACT)
-        wire_bytes.append(sum(embeddings.times.wire_bytes()))
+        wire_bytes.append(sum(embeddings.times.wire_bytes))
 
     nodes_s, router_s = cpu_by_role(process_ids)["nodes"], time.process_time()
     median_us = bench.median_call_us(lookup, batches, seconds)

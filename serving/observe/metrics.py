@@ -56,7 +56,7 @@ _COUNTERS = {
     "trace_spans": ("Spans by what became of them.", ("outcome",)),
     "shard_request_bytes": ("Bytes that shards behind sockets were asked with.", ("model",)),
     "shard_answer_bytes": (
-        "Bytes that shards behind sockets answered with: rows as they are stored, float16 or float32 sums.",
+        "Bytes that shards behind sockets answered with: rows as they are stored, int8, float16 or float32 sums.",
         ("model", "form"),
     ),
     "shard_retries": (
@@ -92,7 +92,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...], Literal["livesum", "livemax", "li
         "livemax",
     ),
     "wire_fallback": (
-        "1 if shards answer with float32 sums because float16 ones missed the golden tolerance.",
+        "1 if shards answer with wider sums than int8 ones because those missed the golden tolerance.",
         _VERSION,
         "livemax",
     ),
@@ -183,8 +183,8 @@ class ServingMetrics:
         seconds: tuple[float, ...] = (times.merge_s, times.lookup_s, times.rank_s, times.answer_s)
         if times.lookup is not None:
             stages, seconds = BATCH_STAGES, (*times.seconds(), times.lookup_s)
-            if times.lookup.request_bytes:
-                for count, size in zip(self._of_wire(model), times.lookup.wire_bytes(), strict=True):
+            if times.lookup.wire_bytes[0]:
+                for count, size in zip(self._of_wire(model), times.lookup.wire_bytes, strict=True):
                     count.inc(size * self._by)
         self._kept.append((self._of_stages(stages, model, method), seconds))
         if times.num_candidates:

@@ -43,7 +43,7 @@ from serving.rank.batcher import Batcher
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
 from shard_node.access_counts import LookupSampler
-from shard_node.answer import STORED_AND_FLOAT16, UNKNOWN_SEQUENCE
+from shard_node.answer import UNKNOWN_SEQUENCE, ReplyEncoding, SumFormat
 from shard_node.bags import KeyedBags
 from shard_node.node import LocalShard, NodeInfo, Shard, ShardNode
 from shard_node.wire.tls import TlsClientConfig
@@ -52,8 +52,14 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Clock: TypeAlias = Callable[[], float]
-WireDtypeChoice: TypeAlias = Literal["auto", "float32", "float16"]
-"""Number format of sums that shards send: `auto` is float16 where the golden scores allow it."""
+WireDtypeChoice: TypeAlias = Literal["auto"] | SumFormat
+"""Number format of sums that shards send: `auto` is the narrowest that the golden scores allow."""
+_WIRE_FORMATS: dict[WireDtypeChoice, tuple[SumFormat, ...]] = {
+    "auto": ("int8", "float16"),
+    "int8": ("int8", "float16"),
+    "float16": ("float16",),
+    "float32": (),
+}
 ShardsFactory: TypeAlias = Callable[[ReplicaEvents], Sequence[Shard]]
 """Makes one replica's own connections to all shards of the plan; called on the replica's event loop."""
 
@@ -320,7 +326,7 @@ class CheckedVersion:
 
     Attributes:
         fallback: why it does not serve with the dtype that was asked for; "" if it does.
-        wire_fallback: why sums of shards travel in float32 although float16 was asked for; "" if they don't.
+        wire_fallback: why sums of shards travel in a wider format than the narrowest asked for; "" if they don't.
         int8: which layers are in int8, and how many inputs of golden requests were beyond their codes; "" for none.
         difference: the largest one from a golden score. None without golden requests, and once deltas were applied to
             the version: then its scores are meant to be others.
@@ -363,7 +369,7 @@ def check_version(
 
     As long as its rows are those of the snapshot, a version must give its golden scores within the tolerance. Once
     deltas were applied to them, the difference is logged, and only what does not depend on the rows is required: every
-    id has one, scores are finite, and bfloat16, and float16 sums of shards, are close to float32.
+    id has one, scores are finite, and narrower formats, of layers and of sums of shards, are close to float32.
 
     The replicas are started, have no requests yet, and use `parts`, which are in float32. Raises RankingModelError if
     it must not serve, also for bfloat16 on a device without, ShardrankError if its rows can't be looked up.
@@ -381,18 +387,18 @@ def check_version(
     has_remote = replicas[0].ranking.router.waits
     if golden is not None and snapshot.manifest.golden is not None:
         check = _GoldenCheck(snapshot, parts, replicas, golden, snapshot.manifest.golden.tolerance, clock)
-        checked = check.run(chosen, halves=has_remote and wire_dtype != "float32")
+        checked = check.run(chosen, _WIRE_FORMATS[wire_dtype] if has_remote else ())
     else:
         no_golden = "there are no golden requests to check {} with"
         needs_golden = chosen == "int8" or (chosen != "float32" and dtype == "auto")
         fallback = no_golden.format(chosen) if needs_golden else ""
-        wire_fallback = no_golden.format("float16") if has_remote and wire_dtype == "auto" else ""
+        wire_fallback = no_golden.format("int8 sums") if has_remote and wire_dtype == "auto" else ""
         checked = CheckedVersion(parts.dtype if fallback or is_exported else chosen, fallback, wire_fallback)
         if checked.dtype != parts.dtype:
             parts = ranking_parts(snapshot, parts.schema, chosen)
             checked = replace(checked, dtype=parts.dtype)
-        if wire_dtype == "float16":
-            parts = replace(parts, forms=STORED_AND_FLOAT16)
+        if wire_dtype != "auto":
+            parts = replace(parts, forms=ReplyEncoding(stored=True, sums=wire_dtype))
         _use(replicas, parts)
 
     async def warm(ranking: Ranking) -> None:
@@ -426,8 +432,8 @@ class _GoldenCheck:
     def name(self) -> str:
         return f"model {self.snapshot.spec.model!r} version {self.snapshot.version}"
 
-    def run(self, chosen: NumberFormat, *, halves: bool) -> CheckedVersion:
-        parts, fallbacks, wire_fallback = self.parts, list[str](), ""
+    def run(self, chosen: NumberFormat, wire_formats: Sequence[SumFormat]) -> CheckedVersion:
+        parts, fallbacks, wire_fallbacks = self.parts, list[str](), list[str]()
         exact = parts.models.original
         with exact.observed() if chosen == "int8" else contextlib.nullcontext(dict[str, ObservedProduct]()) as noted:
             difference = self.difference(self.replicas[0])
@@ -441,11 +447,13 @@ class _GoldenCheck:
             fallbacks.append(fallback)
         if parts.dtype == chosen:
             fallbacks.clear()
-        if halves:
-            with_halves = replace(parts, forms=STORED_AND_FLOAT16)
-            wire_fallback = self.why_not(with_halves, "float16 sums of shards", "shards answer in float32")
-            if not wire_fallback:
-                _use(self.replicas, with_halves)
+        for sums in wire_formats:
+            narrower = replace(parts, forms=ReplyEncoding(stored=True, sums=sums))
+            fallback = self.why_not(narrower, f"{sums} sums of shards", "shards answer with wider sums")
+            if not fallback:
+                _use(self.replicas, narrower)
+                break
+            wire_fallbacks.append(fallback)
         # One after the other: others serve meanwhile.
         difference = max(difference, *map(self.difference, self.replicas))
         as_exported = as_exported and self.is_as_exported(difference)
@@ -453,7 +461,8 @@ class _GoldenCheck:
         sampled, beyond = parts.models.original.take_sampled()
         layers = ", ".join(parts.models.original.int8)
         int8 = f"{layers} in int8, {beyond} of {sampled} inputs beyond their codes" if layers else ""
-        return CheckedVersion(parts.dtype, "; ".join(fallbacks), wire_fallback, int8, golden_difference, self.tolerance)
+        fallback, wire_fallback = "; ".join(fallbacks), "; ".join(wire_fallbacks)
+        return CheckedVersion(parts.dtype, fallback, wire_fallback, int8, golden_difference, self.tolerance)
 
     def narrower(self, chosen: NumberFormat, int8: Mapping[str, Steps]) -> Iterator[RankingParts]:
         """Yield what may be served, the fastest first: with all int8 layers, without the smallest, ..., without any."""

@@ -20,7 +20,7 @@ from loader.access_counts import AccessCounts, decode_access_counts, encode_acce
 from loader.errors import DeadlineExceededError, ExportError, OverloadedError, ShardrankError
 from loader.snapshot.tables import refused_as
 from shard_node import errors
-from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
+from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding, SumFormat
 from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
 from shard_node.errors import RemoteError, WireError
 from shard_node.freshness import UNKNOWN_AGE_MS
@@ -54,7 +54,9 @@ _FRESHNESS = struct.Struct(""), _VERSION_FIELD, struct.Struct("<Qq")
 _ERROR_FIELDS = struct.Struct("<HHHH")
 _PADDING = bytes(8)
 _TRACE = struct.Struct(">QQQ")
-_TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE, _HAS_TRACE, _TAKES_AGE = 1, 2, 4, 8, 16
+_TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE, _HAS_TRACE, _TAKES_AGE, _TAKES_INT8 = 1, 2, 4, 8, 16, 32
+# Who takes int8 sums takes float16 ones: of a node that does not know of int8, or where they are too large for it.
+_NOTE_OF_SUMS: dict[SumFormat, int] = {"float32": 0, "float16": _TAKES_FLOAT16, "int8": _TAKES_FLOAT16 | _TAKES_INT8}
 
 _ERROR_OF_KIND: dict[str, type[ShardrankError]] = {
     error.kind: error for error in vars(errors).values() if getattr(error, "__module__", "") == errors.__name__
@@ -119,7 +121,7 @@ def encode_pool(
     if bags.weights is not None:
         arrays.append(np.ascontiguousarray(bags.weights, _FLOAT32))
     fields = _version_and_model(version, model)
-    note = _TAKES_SEQUENCE | _TAKES_AGE | _TAKES_STORED * forms.stored | _TAKES_FLOAT16 * forms.float16
+    note = _TAKES_SEQUENCE | _TAKES_AGE | _TAKES_STORED * forms.stored | _NOTE_OF_SUMS[forms.sums]
     if trace is not None:
         note |= _HAS_TRACE
         ids = _TRACE.pack(trace.trace_id >> 64, trace.trace_id & (2**64 - 1), trace.span_id)
@@ -144,7 +146,10 @@ def decode_pool(frame: Frame) -> PoolRequest:
         _flat(arrays[2], "POOL offsets", _INT32, _INT64),
         _flat(arrays[3], "POOL values", _INT32, _INT64),
         _flat(arrays[4], "POOL weights", _FLOAT32) if len(arrays) == 5 else None,
-        ReplyEncoding(bool(note & _TAKES_STORED), bool(note & _TAKES_FLOAT16)),
+        ReplyEncoding(
+            bool(note & _TAKES_STORED),
+            "int8" if note & _TAKES_INT8 else "float16" if note & _TAKES_FLOAT16 else "float32",
+        ),
         0 if not note & _TAKES_SEQUENCE else 2 if note & _TAKES_AGE else 1,
         trace,
     )
@@ -186,7 +191,7 @@ def decode_answer(frame: Frame, asked_bytes: int = 0) -> Answer:
             raise WireError(f"STORED num_arrays is {count}, there must be two for each group")
         count //= 2
         stored = _rows(arrays[count:], "STORED rows", _UINT8)
-    return Answer(_rows(arrays[:count], f"{what} sums", _FLOAT32, _FLOAT16), stored, asked_bytes, *freshness)
+    return Answer(_rows(arrays[:count], f"{what} sums", _FLOAT32, _FLOAT16, _UINT8), stored, asked_bytes, *freshness)
 
 
 def encode_info(request_id: int) -> list[Buffer]:

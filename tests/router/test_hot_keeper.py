@@ -249,7 +249,7 @@ async def test_rows_looked_up_most_are_learned_for_the_next_version(nodes):
         assert [block.tobytes() for block in blocks] == expected
         await asyncio.sleep(0.02)
     # No shard is sent a request for rows that are all hot.
-    assert (await lookup(router, nodes.snapshot, bags_of(users))).times.request_bytes == 0
+    assert (await lookup(router, nodes.snapshot, bags_of(users))).times.wire_bytes[0] == 0
     np.testing.assert_array_equal(keeper.rows.current.keys, learned)
     await until(lambda: statuses[-1].rows == learned.size)
     lookups, hits = (int(of_tables.sum()) for of_tables in keeper.rows.counts())

@@ -99,9 +99,11 @@ async def test_shards_behind_sockets_give_the_references_answer(stores, tmp_path
     "forms",
     [
         ReplyEncoding(),
-        ReplyEncoding(float16=True),
+        ReplyEncoding(sums="float16"),
         ReplyEncoding(stored=True),
-        ReplyEncoding(stored=True, float16=True),
+        ReplyEncoding(stored=True, sums="float16"),
+        ReplyEncoding(sums="int8"),
+        ReplyEncoding(stored=True, sums="int8"),
     ],
 )
 async def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
@@ -113,16 +115,21 @@ async def test_shards_answer_in_the_accepted_forms(stores, tmp_path, forms):
             bags = stored.bags(np.random.default_rng(seed), 9, max_hotness)
             exact = await lookup(router, stored.snapshot, bags, forms=ReplyEncoding())
             embeddings = await lookup(router, stored.snapshot, bags, forms=forms)
-            requested, rows, float16, float32 = embeddings.times.wire_bytes()
+            requested, rows, *sums = embeddings.times.wire_bytes
             assert requested > 0
             assert rows == 0 or forms.stored
             assert rows > 0 or not forms.stored or max_hotness == 9
-            assert float16 == 0 or forms.float16
-            assert float32 == 0 or not forms.float16
-            assert (float16 + float32 > 0) == (max_hotness > 1 or not forms.stored)
+            # Of tables with at most eight numbers in a row sums are in float16 where int8 is accepted.
+            formats = ["int8", "float16", "float32"]
+            sent = [form for form, size in zip(formats, sums, strict=True) if size]
+            assert set(sent) <= ({"int8", "float16"} if forms.sums == "int8" else {forms.sums})
+            assert bool(sent) == (max_hotness > 1 or not forms.stored)
+            assert forms.sums != "int8" or forms.stored or "int8" in sent
+            # Each of two shards' sums, of at most 9 rows of numbers below 8, to half of its last of 11 bits, or to half
+            # of one of 255 steps.
+            far = {"float32": 1e-4, "float16": 2 * 72 * 2**-11, "int8": 2 * 144 / 510}[forms.sums]
             for actual, expected in zip(embeddings.blocks, exact.blocks, strict=True):
-                # Each of two shards' sums, of at most 9 rows of numbers below 8, to half of its last of 11 bits.
-                np.testing.assert_allclose(actual, expected, atol=2 * 72 * 2**-11 if forms.float16 else 1e-4)
+                np.testing.assert_allclose(actual, expected, atol=far)
 
 
 @pytest.mark.parametrize("topology", REMOTE.values(), ids=REMOTE.keys())
@@ -145,8 +152,8 @@ async def test_rows_sent_as_stored_give_the_same_bits_everywhere(stores, tmp_pat
 
     async with remote_router(stored.snapshot, topology, tmp_path) as router:
         remote = await lookup(router, stored.snapshot, bags)
-    assert remote.times.stored_bytes > 0
-    assert remote.times.float16_bytes == remote.times.float32_bytes == 0
+    assert remote.times.wire_bytes[1] > 0
+    assert not any(remote.times.wire_bytes[2:])
     expected = (await lookup(one_node, stored.snapshot, bags)).blocks
     assert [block.tobytes() for block in remote.blocks] == [block.tobytes() for block in expected]
 
@@ -271,8 +278,7 @@ async def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
     async with remote_router(wide, Topology(), tmp_path) as router:
         embeddings = await lookup(router, wide, bags)
     np.testing.assert_array_equal(embeddings.blocks[0], expected.blocks[0])
-    assert embeddings.times.stored_bytes == 0
-    assert embeddings.times.float32_bytes == 6000 * 4096 * 4
+    assert embeddings.times.wire_bytes[1:] == (0, 0, 0, 6000 * 4096 * 4)
 
 
 def router_of(stored: StoredModel, **changes: Any) -> tuple[Router, list[KeyedBags]]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.answer import Answer, ReplyEncoding, add_answers, group_keys, rounded, travel_as_stored
@@ -35,7 +36,7 @@ SPEC = model_of(
 )
 MODEL, VERSION = SPEC.model, 1
 LAYOUT = TableLayout.of(SPEC)
-EVERY_FORM = [ReplyEncoding(stored, float16) for stored in (False, True) for float16 in (False, True)]
+EVERY_FORM = [ReplyEncoding(stored, sums) for stored in (False, True) for sums in ("float32", "float16", "int8")]
 
 
 def node_over(engine: Engine, plan: Plan) -> ShardNode:
@@ -93,16 +94,20 @@ def bags_of_group(part: Part, number: int) -> np.ndarray:
     return part.bag_index[starts[first] : starts[end]]
 
 
-def rounding_of_float16(bags: KeyedBags, parts: list[Part], answers: list[Answer], exact: Engine) -> list[np.ndarray]:
-    """How far rounding the sums of parts to float16 can take each sum of the whole, [bags, dim] for each group."""
+def rounding(bags: KeyedBags, parts: list[Part], answers: list[Answer], exact: Engine) -> list[np.ndarray]:
+    """How far rounding the sums of parts can take each sum of the whole, [bags, dim] for each group."""
     far = [np.zeros(block.shape) for block in exact.pool(bags)]
     for number, (_, first, _) in enumerate(group_keys(LAYOUT, bags)):
         first_bag = bags.bag_starts()[first]
         for part, answer in zip(parts, answers, strict=True):
+            sums = exact.pool(part.bags)[number]
+            of_group = bags_of_group(part, number) - first_bag
             if answer.sums[number].dtype == np.float16:
                 # Half of the last of 11 bits; below 2^-14 the last bit is 2^-24.
-                sums = np.abs(exact.pool(part.bags)[number])
-                far[number][bags_of_group(part, number) - first_bag] += np.maximum(sums * 2.0**-11, 2.0**-25)
+                far[number][of_group] += np.maximum(np.abs(sums) * 2.0**-11, 2.0**-25)
+            elif answer.sums[number].dtype == np.uint8 and sums.size:
+                # Half of one of 255 steps from the smallest to the largest number.
+                far[number][of_group] += np.ptp(sums, axis=1, keepdims=True) / 510 * 1.001
     return far
 
 
@@ -120,7 +125,11 @@ def test_answers_in_any_forms_add_up_to_the_pooled_batch(nodes, bags, num_owners
     for part, answer in zip(parts, answers, strict=True):
         answer.check(LAYOUT, part.bags)
         assert (answer.stored is not None) == forms[part.owner].stored
-        assert forms[part.owner].float16 or all(sums.dtype == np.float32 for sums in answer.sums)
+        for group, sums in zip(LAYOUT.groups, answer.sums, strict=True):
+            # No int8 row has fewer bytes than float16 sums of up to eight numbers.
+            accepted = forms[part.owner].sums
+            narrowest = "float16" if accepted == "int8" and group.embedding_dim <= 8 else accepted
+            assert not sums.size or sums.dtype == np.dtype("uint8" if narrowest == "int8" else narrowest)
         # Bags of one row travel as stored, without loss.
         if forms[part.owner].stored and part.bags.lengths.max(initial=0) <= 1:
             assert sum(answer.bytes_by_form()[1:]) == 0
@@ -129,7 +138,7 @@ def test_answers_in_any_forms_add_up_to_the_pooled_batch(nodes, bags, num_owners
         )
     exact = nodes[0].generations.payload(MODEL, VERSION).engine
     expected = exact.pool(bags)
-    far = rounding_of_float16(bags, parts, answers, exact)
+    far = rounding(bags, parts, answers, exact)
     for number, block in enumerate(add_answers(LAYOUT, bags, parts, answers)):
         assert block.dtype == np.float32
         assert block.shape == expected[number].shape
@@ -160,10 +169,22 @@ EDGES = [0.0, -0.0, 65504.0, -65504.0, 65519.996, 65520.0, -65520.0, 1e-8, np.in
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=9)
 
 
+def test_int8_sums_are_the_rows_that_the_codec_stores():
+    sums = np.random.default_rng(3).normal(size=(50, 9)).astype(np.float32)
+    assert rounded(sums, "int8").tobytes() == RowCodec("int8", 9).encode(sums).tobytes()
+    sums[7, 2] = 3.4e38
+    # The numbers of one row are finite, their range is not.
+    sums[7, 3] = -3.4e38
+    assert rounded(sums, "int8") is sums
+    sums[7, 2:4] = 9000.0, -9000.0
+    assert rounded(sums[:, :8].copy(), "int8").dtype == np.float16
+
+
 @given(hnp.arrays(np.float32, SHAPES, elements=st.floats(-70_000, 70_000, width=32) | st.sampled_from(EDGES)))
 def test_sums_are_rounded_unless_one_is_too_large(sums):
     before = sums.tobytes()
-    answered = rounded(sums)
+    assert rounded(sums, "float32") is sums
+    answered = rounded(sums, "float16")
     with np.errstate(over="ignore"):
         expected = sums.astype(np.float16)
     if sums.size and np.isfinite(expected).all():
@@ -179,18 +200,18 @@ def test_sums_too_large_for_float16_travel_in_float32():
     node = node_over(ReferenceEngine(SPEC, rows), Plan.make(SPEC))
     first, last = 0, len(LAYOUT.tables) - 1
     bags = bags_of_lengths({first: [1, 2], last: [1, 1]})
-    answer = node.answer(MODEL, VERSION, bags, ReplyEncoding(float16=True))
+    answer = node.answer(MODEL, VERSION, bags, ReplyEncoding(sums="float16"))
     assert answer.sums[0].dtype == np.float32
     assert answer.sums[-1].dtype == np.float16
     # Another part of the same group, with smaller sums, may be in float16 beside it.
     parts = split(bags, np.array([0, 0, 1, 1, 0], np.uint8), range(2))
-    answers = [node.answer(MODEL, VERSION, part.bags, ReplyEncoding(float16=True)) for part in parts]
+    answers = [node.answer(MODEL, VERSION, part.bags, ReplyEncoding(sums="float16")) for part in parts]
     assert {one.sums[0].dtype for one in answers} == {np.dtype(np.float16)}
     added = add_answers(LAYOUT, bags, parts, answers)
     assert added[0].tolist() == [[40_000.0] * 4, [80_000.0] * 4]
     assert added[-1].tolist() == [[40_000.0] * 64] * 2
     parts = split(bags, np.array([1, 0, 0, 1, 0], np.uint8), range(2))
-    answers = [node.answer(MODEL, VERSION, part.bags, ReplyEncoding(float16=True)) for part in parts]
+    answers = [node.answer(MODEL, VERSION, part.bags, ReplyEncoding(sums="float16")) for part in parts]
     assert [one.sums[0].dtype for one in answers] == [np.float32, np.float16]
     assert add_answers(LAYOUT, bags, parts, answers)[0].tolist() == [[40_000.0] * 4, [80_000.0] * 4]
 
@@ -211,7 +232,9 @@ def test_an_answer_of_other_shapes_is_refused(nodes, bags, others, forms, other_
     other = nodes[0].answer(MODEL, VERSION, others, other_forms)
 
     def shapes(answer: Answer) -> list[tuple[int, ...]]:
-        return [array.shape for array in (*answer.sums, *(answer.stored or ()))]
+        # Int8 sums have a scale and a bias more.
+        sums = [(len(one), one.shape[1] - 8 * (one.dtype == np.uint8)) for one in answer.sums]
+        return sums + [rows.shape for rows in answer.stored or ()]
 
     expected.check(LAYOUT, bags)
     if forms.stored != other_forms.stored:

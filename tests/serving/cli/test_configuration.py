@@ -64,7 +64,7 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("trust_exported local access_log", (True, False, True)),
     ("sharding", ("range", "table", "hash")),
     ("dtype", ("float32", "int8", "bfloat16")),
-    ("wire_dtype", ("float32", "float16", "auto")),
+    ("wire_dtype", ("float32", "int8", "auto")),
     ("peer_access", ("required", "auto", "auto")),
     ("trace_protocol", ("http", "grpc", "http")),
     ("log_level", ("debug", "error", "info")),

@@ -247,19 +247,35 @@ def test_no_layer_is_in_int8_without_golden_requests(tmp_path):
     assert (description.dense_model.dtype, description.dense_model.dtype_fallback) == ("float32", reason)
 
 
+def bytes_by_form(service: RankingService) -> dict[str, float]:
+    sample = rf'shardrank_shard_answer_bytes_total{{form="(.*)",model="{MODEL}"}} (.*)'
+    found = re.findall(sample, service.metrics.render().decode())
+    return {form: float(size) for form, size in found if float(size)}
+
+
 @pytest.mark.parametrize("num_replicas", [0, 1])
-async def test_float16_sums_are_sent_if_golden_scores_allow(tmp_path, golden, num_replicas):
-    model = write_api_model(tmp_path, golden=golden)
-    async with Fleet(model, tmp_path) as fleet:
-        served = await fleet.load(num_replicas=num_replicas)
-        assert (served.checked.wire_fallback, served.description.dense_model.dtype) == ("", "float32")
-        found = await ask(fleet.service, api_request(1))
-        np.testing.assert_allclose(found.scores, model.scores(api_request(1)), rtol=1e-3)
-        metrics = fleet.service.metrics.render().decode()
-    for fallback in ("wire", "dtype"):
-        assert f'shardrank_{fallback}_fallback{{model="{MODEL}",version="1"}} 0.0' in metrics
-    (size,) = re.findall(rf'shardrank_shard_answer_bytes_total{{form="float16",model="{MODEL}"}} (.*)', metrics)
-    assert float(size) > 0
+async def test_the_narrowest_sums_are_sent_that_golden_scores_allow(tmp_path, num_replicas):
+    spec = api_spec()
+    wider = [table.model_copy(update={"embedding_dim": 4 * table.embedding_dim}) for table in spec.tables]
+    spec = spec.model_copy(update={"tables": tuple(wider)})
+    golden = golden_of(write_api_model(tmp_path / "first", spec=spec))
+    chosen = list[str]()
+    for tolerance in (0.2, *np.geomspace(0.01, 1e-6, 9).tolist()):
+        folder = tmp_path / f"{tolerance}"
+        model = write_api_model(folder, spec=spec, golden=golden, golden_tolerance=tolerance)
+        async with Fleet(model, folder) as fleet:
+            checked = (await fleet.load(num_replicas=num_replicas, dtype="float32")).checked
+            before = bytes_by_form(fleet.service)
+            found = await ask(fleet.service, api_request(1))
+            np.testing.assert_allclose(found.scores, model.scores(api_request(1)), atol=tolerance + 1e-6)
+            grown = {form: size - before.get(form, 0) for form, size in bytes_by_form(fleet.service).items()}
+            chosen += [form for form, size in grown.items() if size and form != "stored"]
+            refused = [form for form in ("int8", "float16") if f"with {form} sums of shards" in checked.wire_fallback]
+            assert refused == {"int8": [], "float16": ["int8"], "float32": ["int8", "float16"]}[chosen[-1]]
+            metrics = fleet.service.metrics.render().decode()
+            assert f'shardrank_wire_fallback{{model="{MODEL}",version="1"}} {float(bool(refused))}' in metrics
+    assert chosen == sorted(chosen, key=["int8", "float16", "float32"].index)
+    assert (len(chosen), set(chosen)) == (10, {"int8", "float16", "float32"})
 
 
 def test_a_dense_model_that_gives_nan_fails_the_request_alone(tmp_path, api_model):

@@ -50,7 +50,7 @@ def assert_same_bags(actual: KeyedBags, expected: KeyedBags) -> None:
 
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-FORMS = [ReplyEncoding(stored, float16) for stored in (False, True) for float16 in (False, True)]
+FORMS = [ReplyEncoding(stored, sums) for stored in (False, True) for sums in ("float32", "float16", "int8")]
 STATES = st.text(st.characters(codec="ascii"), max_size=MAX_STATE_BYTES)
 CONTEXTS = st.none() | st.builds(SpanContext, st.integers(0, 2**128 - 1), U64, STATES)
 
@@ -70,7 +70,13 @@ def test_any_request_comes_back_as_it_was_sent(bags, version, model, request_id,
 
 @pytest.mark.parametrize(
     ("note", "forms", "num_fields"),
-    [(0, FLOAT32_SUMS, 0), (0x8002, ReplyEncoding(float16=True), 0), (4, FLOAT32_SUMS, 1), (16, FLOAT32_SUMS, 0)],
+    [
+        (0, FLOAT32_SUMS, 0),
+        (0x8002, ReplyEncoding(sums="float16"), 0),
+        (0x8022, ReplyEncoding(sums="int8"), 0),
+        (4, FLOAT32_SUMS, 1),
+        (16, FLOAT32_SUMS, 0),
+    ],
 )
 def test_older_and_unknown_notes_of_accepted_forms(note, forms, num_fields):
     """The note is the second u16 of the first array header, where older clients send 0."""
@@ -131,12 +137,13 @@ def arrays_of(dtype: str) -> st.SearchStrategy[np.ndarray]:
     return st.builds(of_random_bits, st.integers(0, 30), st.integers(1, 70), U32)
 
 
-any_sums, any_rows = arrays_of("float32") | arrays_of("float16"), arrays_of("uint8")
+any_rows = arrays_of("uint8")
+any_sums = arrays_of("float32") | arrays_of("float16") | any_rows
 
 
 @st.composite
 def answers(draw: st.DrawFn) -> Answer:
-    """What nodes may answer for 0 to 5 groups: sums of either kind, and stored rows for all groups or for none."""
+    """What nodes may answer for 0 to 5 groups: sums of every kind, and stored rows for all groups or for none."""
     sums = draw(st.lists(any_sums, max_size=5))
     stored = draw(st.none() | st.lists(any_rows, min_size=len(sums), max_size=len(sums)))
     return Answer(sums, stored)
@@ -239,7 +246,7 @@ POOL, POOLED, STORED, ERROR = FrameType.POOL, FrameType.POOLED, FrameType.STORED
         (POOL, body_of(FIELDS, NARROW, NARROW, NARROW, REAL), "POOL values is 1-d float32"),
         (POOL, body_of(FIELDS, *(NARROW,) * 5), "POOL weights is 1-d int32"),
         (POOLED, body_of(b"", SUMS, SUMS[0]), "sums of group 1 are 1-d float32, they must be 2-d float32 or"),
-        (POOLED, body_of(b"", HALF, ROWS), "POOLED sums of group 1 are 2-d uint8"),
+        (POOLED, body_of(b"", HALF, ROWS[0]), "POOLED sums of group 1 are 1-d uint8"),
         (STORED, body_of(b"", WHOLE, ROWS), "STORED sums of group 0 are 2-d int32"),
         (STORED, body_of(b"", SUMS, HALF, ROWS, HALF), "rows of group 1 are 2-d float16, they must be 2-d uint8"),
         (STORED, body_of(b"", SUMS, ROWS[0]), "STORED rows of group 0 are 1-d uint8"),

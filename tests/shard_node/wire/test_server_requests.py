@@ -237,7 +237,7 @@ async def test_a_node_makes_a_span_in_its_callers_trace(place, tmp_path, inline_
         assert len(sink.spans) == 1
 
 
-@pytest.mark.parametrize("forms", [FLOAT32_SUMS, ReplyEncoding(float16=True)])
+@pytest.mark.parametrize("forms", [FLOAT32_SUMS, ReplyEncoding(sums="float16")])
 async def test_unrequested_rows_as_stored_are_no_answer(place, tmp_path, forms):
     stored = Answer([np.zeros((0, 4), np.float32)], [np.zeros((1, 16), np.uint8)])
 

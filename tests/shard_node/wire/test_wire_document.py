@@ -40,7 +40,7 @@ TRACE = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
 EXAMPLES = {
     "pool": encode_pool(1, 50_000, "films", 7, bags_of({0: [[5, 9], []], 2: [[7]]}, [1.0, 0.5, 2.0])),
     "pooled": encode_answer(1, Answer([np.array([[0.25, -1], [0, 0]], np.float32), np.array([[3]], np.float32)])),
-    "pool-noted": encode_pool(2, 50_000, "films", 7, NOTED_BAGS, ReplyEncoding(stored=True, float16=True)),
+    "pool-noted": encode_pool(2, 50_000, "films", 7, NOTED_BAGS, ReplyEncoding(stored=True, sums="float16")),
     "pool-traced": encode_pool(3, 50_000, "films", 7, bags_of({0: [[5]]}), trace=TRACE),
     "stored": encode_answer(2, STORED_ANSWER),
     "error": encode_error(1, GenerationNotFoundError("version 7 is not here")),
