@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from loadtest.workloads.catalog import SideSplit
 
 COMMANDS = ("run", "replay", "prepare", "bench")
-COMPARISONS = {"peers": "loadtest.peers.run", "compare-cards": "loadtest.compare"}
+COMPARISONS = {"peers": "loadtest.peers.run", "compare-cards": "loadtest.compare", "changing": "loadtest.changing"}
 BENCHMARKS = ("lookup", "serving", "deltas", "hot-rows")
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
 TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."

@@ -17,14 +17,14 @@ from typing import Any
 
 import click
 
-from loadtest.bench.harness import BUSY_MEASURES, CPU, Bench, BenchTable, Measure, Values, bench_command
+from loadtest.bench.harness import AT_RATE, BUSY_MEASURES, CPU, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import APIS, request_options, workload_option
 from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, TOLERANCES, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.servers import HOST, ServerCommand, check_scores, free_ports, running_server, summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
-from loadtest.workloads.prepare import write_random_snapshot
+from loadtest.workloads.prepare import golden_of, write_random_snapshot
 from serving.cli import options as opts
 from serving.cli.output import progress_bars
 from serving.cli.settings import config_of
@@ -42,7 +42,6 @@ CHECKED_REQUESTS = 8
 REHEARSAL_S = 1.0
 RATE_SHARE = 0.5
 """Of the requests/s of the rehearsal: the rate of arrivals, if none is given."""
-AT_RATE = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
 MEASURES = (
     *BUSY_MEASURES,
     *(Measure(f"{CPU}, {role}", "ms") for role in ("serve", "nodes")),
@@ -164,22 +163,14 @@ class ArmMeasure:
             values = self.bench.busy_values(self.generators, load, server, self.in_flight, seconds)
             values |= wire_bytes(before, server.metrics())
             if self.rate:
-                values |= self.values_at_rate(f"{arm.name}, round {number + 1}", load, number, seconds)
+                run = RunConfig(rate=self.rate, warmup_s=seconds / 5, duration_s=seconds, seed=number)
+                at_rate = self.bench.values_at(run, self.generators, load)
+                values |= {f"{name}, at the rate": value for name, value in at_rate.items() if name in AT_RATE}
             if number == 0:
                 scores = [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]
                 self.expected = self.expected or scores
                 check_scores(arm.name, scores, self.expected, self.tolerance)
         return values | {f"{percentile}, 1 in flight": alone[percentile] for percentile in ("p50", "p99")}
-
-    def values_at_rate(self, what: str, load: OfferedLoad, number: int, seconds: float) -> Values:
-        """Offer requests at the same times to every arm of a round; a failed one counts as later than any answer."""
-        run = RunConfig(rate=self.rate, warmup_s=seconds / 5, duration_s=seconds, seed=number)
-        result = self.generators.offer(load, run)
-        self.bench.problems += [f"{what}: {problem}" for problem in result.invalid_because]
-        found = {name: getattr(result.latency_of_due, percentile) for name, percentile in AT_RATE.items()}
-        if missing := [name for name, time_ms in found.items() if time_ms is None]:
-            self.bench.problems.append(f"{what}: {', '.join(missing)} at the rate: requests failed ({result.errors})")
-        return {f"{name}, at the rate": time_ms for name, time_ms in found.items() if time_ms is not None}
 
 
 @bench_command
@@ -239,8 +230,9 @@ def compare_cards(
     serve_flags = ("--workers", str(workers), "--dtype", dtype)
     with Generators() as generators:
         with progress_bars() as bars:
-            spec = open_workload(str(given["workload"])).spec
-            snapshot = write_random_snapshot(spec, bench.folder / "store", seed=load.seed, progress=bars)
+            workload = open_workload(str(given["workload"]))
+            write = partial(write_random_snapshot, workload.spec, bench.folder / "store", seed=load.seed, progress=bars)
+            snapshot = write(golden=golden_of(write(), [workload]))
         measured = ArmMeasure(
             bench, generators, load, snapshot, ("--device", device), serve_flags, in_flight, bench.seconds(seconds),
             TOLERANCES[choose_dtype(dtype)],

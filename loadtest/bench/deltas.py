@@ -22,6 +22,7 @@ from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, WantedModel
 from loader.snapshot.publishing import register
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import TableSpec
 from loadtest.bench.harness import (
     MODEL,
     Bench,
@@ -53,27 +54,30 @@ MEASURES = (
 )
 
 
-def _train(url: str, tables: UniformTables, rows_per_s: int, ended: Event) -> None:
+def _train(url: str, model: str, version: int, table: TableSpec, rows_per_s: int, begun: Event, ended: Event) -> None:
     rng = np.random.default_rng(1)
     step = max(1, rows_per_s // PUBLISHES_PER_S)
     # Drawn beforehand, since lookups share the processor.
-    drawn = [rng.choice(tables.rows, step, replace=False) for _ in range(BATCHES)]
-    values = rng.standard_normal((step, tables.embedding_dim), dtype=np.float32)
-    with DeltaPublisher(url, MODEL, 1) as publisher:
+    drawn = [rng.choice(table.num_embeddings, step, replace=False) for _ in range(BATCHES)]
+    values = rng.standard_normal((step, table.embedding_dim), dtype=np.float32)
+    with DeltaPublisher(url, model, version) as publisher:
         due = time.monotonic()
         while not ended.is_set():
-            publisher.publish("f00", drawn[publisher.sequence % BATCHES], values)
+            publisher.publish(table.name, drawn[publisher.sequence % BATCHES], values)
+            begun.set()
             due += 1 / PUBLISHES_PER_S
             time.sleep(max(0.0, due - time.monotonic()))
 
 
 @contextmanager
-def _training(url: str, tables: UniformTables, rows_per_s: int) -> Iterator[None]:
+def training(url: str, model: str, version: int, table: TableSpec, rows_per_s: int) -> Iterator[None]:
+    """Have another process publish changed rows of a table, `PUBLISHES_PER_S` times a second, while the block runs."""
     context = multiprocessing.get_context("spawn")
-    ended = context.Event()
-    process = context.Process(target=_train, args=(url, tables, rows_per_s, ended), daemon=True)
+    begun, ended = context.Event(), context.Event()
+    process = context.Process(target=_train, args=(url, model, version, table, rows_per_s, begun, ended), daemon=True)
     process.start()
     try:
+        begun.wait(WAIT_S)
         yield
     finally:
         ended.set()
@@ -193,7 +197,7 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, forked_rows: int, rows
 
         def with_deltas(number: int) -> Values:
             before = followed.deltas.now.rows
-            with _training(url, tables, rows_per_s):
+            with training(url, MODEL, snapshot.version, snapshot.spec.tables[0], rows_per_s):
                 _wait_for(lambda: followed.deltas.now.rows > before, "no deltas came")
                 first, started_at = followed.deltas.now.rows, time.perf_counter()
                 values = without_deltas(number)

@@ -33,7 +33,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
-from loadtest.load.config import OfferedLoad
+from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.loops import not_busy_because
 from loadtest.load.result import this_machine, versions
@@ -187,6 +187,7 @@ def show_comparison(comparison: Comparison) -> None:
         click.echo(f"not valid: {problem}")
 
 
+AT_RATE = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p999_ms"}
 CPU = "CPU of a request"
 BUSY_MEASURES = (
     Measure(CPU, "ms"),
@@ -265,6 +266,15 @@ class Bench:
             "CPU of the client": busy.client_cpu_s / busy.seconds,
             **{f"{CPU}, {role}": cpu_s / busy.requests * 1e3 for role, cpu_s in busy.server_cpu_s.items()},
         }
+
+    def values_at(self, run: RunConfig, generators: Generators, load: OfferedLoad) -> dict[str, float]:
+        """Offer a load at a rate: latency by `AT_RATE`, and how many failed, which count as later than any answer."""
+        result = generators.offer(load, run)
+        problems = [*result.invalid_because, *([f"requests failed: {result.errors}"] if result.errors else ())]
+        self.problems += [f"{self._measured}: {problem}" for problem in problems]
+        found = {name: getattr(result.latency_of_due, percentile) for name, percentile in AT_RATE.items()}
+        found["failed"] = sum(result.errors.values())
+        return {name: value for name, value in found.items() if value is not None}
 
     def seconds(self, seconds: float) -> float:
         """Return how long a measurement takes that takes `seconds` when it is not quick."""

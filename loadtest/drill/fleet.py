@@ -232,45 +232,22 @@ async def running_load(
 
 
 @dataclass(slots=True)
-class OracleFleet:
-    """A fleet under load that serves version 1, or what was rolled out since; `exported` is the highest version."""
+class ServedFleet:
+    """The processes of a fleet that serves one model, and its rollouts."""
 
-    config: FleetDrillConfig
     local: LocalFleet
     server: Server
-    load: RunningLoad
-    folder: Path
     store: Path
     spec: ModelSpec
-    registry: FleetRegistry
-    redis: Child | None
-    exported: int = FIRST_VERSION
 
-    async def report(self, judge: Callable[[Rows], Judged], problems: Iterable[str] = ()) -> Report:
-        """End the load, and return what ran, what its answers say, and examples of those that are not right."""
-        answers, _, examples = await self.load.stop()
-        figures, limits = judge(answers)
-        ran = self.config.model_dump(include=set(FleetShape.model_fields))
-        return make_report({**ran, **figures}, limits, examples, problems)
+    @property
+    def registry(self) -> FleetRegistry:
+        """That of the fleet."""
+        return self.local.registry
 
     def process_ids(self) -> dict[str, int]:
         """Return the ids of the fleet's processes that run now, by child name."""
         return {name: child.pid for name, child in self.local.supervisor.children.items() if child.pid is not None}
-
-    def export_next(self, store: Path, differs_from: int, spec: ModelSpec | None = None) -> Path:
-        """Export the next version of another letter than a given one's into a store, and return its folder."""
-        self.exported += 2 if (self.exported + 1 - differs_from) % 2 == 0 else 1
-        return write_oracle(spec or self.spec, store, self.exported)
-
-    async def publish_next(self, differs_from: int, spec: ModelSpec | None = None) -> int:
-        """Publish the next version of another letter than a given one's, and drop old ones. Returns its number."""
-        source = await asyncio.to_thread(self.export_next, self.folder / "source", differs_from, spec)
-        try:
-            await publish(self.registry, source, self.store, clock=time.time)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, source)
-        await retain(self.registry, self.store, self.spec.model, keep=3)
-        return self.exported
 
     async def start_rollout(self, version: int, **options: Any) -> None:
         """Request a rollout, as `loader.rollout.requests.start_rollout`."""
@@ -308,6 +285,39 @@ class OracleFleet:
             return unsettled(model, desired, await self.rollout(), await self.registry.nodes(), nodes)
         except RegistryUnavailableError as error:
             return str(error)
+
+
+@dataclass(slots=True, kw_only=True)
+class OracleFleet(ServedFleet):
+    """A fleet under load that serves version 1, or what was rolled out since; `exported` is the highest version."""
+
+    config: FleetDrillConfig
+    load: RunningLoad
+    folder: Path
+    redis: Child | None
+    exported: int = FIRST_VERSION
+
+    async def report(self, judge: Callable[[Rows], Judged], problems: Iterable[str] = ()) -> Report:
+        """End the load, and return what ran, what its answers say, and examples of those that are not right."""
+        answers, _, examples = await self.load.stop()
+        figures, limits = judge(answers)
+        ran = self.config.model_dump(include=set(FleetShape.model_fields))
+        return make_report({**ran, **figures}, limits, examples, problems)
+
+    def export_next(self, store: Path, differs_from: int, spec: ModelSpec | None = None) -> Path:
+        """Export the next version of another letter than a given one's into a store, and return its folder."""
+        self.exported += 2 if (self.exported + 1 - differs_from) % 2 == 0 else 1
+        return write_oracle(spec or self.spec, store, self.exported)
+
+    async def publish_next(self, differs_from: int, spec: ModelSpec | None = None) -> int:
+        """Publish the next version of another letter than a given one's, and drop old ones. Returns its number."""
+        source = await asyncio.to_thread(self.export_next, self.folder / "source", differs_from, spec)
+        try:
+            await publish(self.registry, source, self.store, clock=time.time)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, source)
+        await retain(self.registry, self.store, self.spec.model, keep=3)
+        return self.exported
 
 
 def unsettled(
@@ -387,7 +397,7 @@ async def oracle_fleet(
         single = [Server(of["http_port"], of["grpc_port"], ()) for of in processes.values() if "http_port" in of]
         load = await stack.enter_async_context(running_load(config, single or server, folder / "answers.npy"))
         await asyncio.sleep(WARMUP_S)
-        yield OracleFleet(config, local, server, load, folder, store, spec, local.registry, redis_child)
+        yield OracleFleet(local, server, store, spec, config=config, load=load, folder=folder, redis=redis_child)
 
 
 @contextlib.asynccontextmanager

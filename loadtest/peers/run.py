@@ -174,14 +174,7 @@ def start_servers(
 ) -> dict[Peer | None, Server]:
     """Write the model, and start all servers; None is shardrank's. Raises ConfigError: a peer is not installed."""
     pythons = {peer: peer.python(environments) for peer in chosen}
-    click.echo(f"writing {shape.rows} rows")
-    weights, spec = bench.folder / "weights.safetensors", bench_spec(shape, "mlp")
-    rows = torch.randn((shape.rows, shape.embedding_dim), generator=torch.Generator().manual_seed(BENCH_SEED))
-    rows, dense = rows * ROW_DEVIATION, random_dense(spec, BENCH_SEED)
-    save_file({"rows": rows, **dense}, weights)
-    export = partial(export_snapshot, bench.folder / "store", spec, rows={"rows": ArrayRows(rows)}, dense=dense)
-    workloads = [bench_workload(BenchWorkload(shape=shape, head="mlp", hotness=ids)) for ids in hotness]
-    snapshot = export(golden=golden_of(export(), workloads))
+    snapshot, weights = write_model(bench.folder, shape, hotness)
     click.echo("starting shardrank")
     arguments = ("--no-verify", "--workers", str(workers), "--dtype", dtype)
     shardrank = stack.enter_context(serving(snapshot, arguments, bench.folder / "shardrank.log"))
@@ -191,6 +184,18 @@ def start_servers(
         first = Subject(peer.title, peer, peer.encodings[0]).load(shape, shardrank, 1)
         servers[peer] = stack.enter_context(peer_serving(peer, python, weights, workers, first))
     return servers
+
+
+def write_model(folder: Path, shape: BenchShape, hotness: Sequence[int]) -> tuple[Path, Path]:
+    """Write the model's snapshot into a store in a folder, and its weights as a file for peers; return both paths."""
+    click.echo(f"writing {shape.rows} rows")
+    weights, spec = folder / "weights.safetensors", bench_spec(shape, "mlp")
+    rows = torch.randn((shape.rows, shape.embedding_dim), generator=torch.Generator().manual_seed(BENCH_SEED))
+    rows, dense = rows * ROW_DEVIATION, random_dense(spec, BENCH_SEED)
+    save_file({"rows": rows, **dense}, weights)
+    export = partial(export_snapshot, folder / "store", spec, rows={"rows": ArrayRows(rows)}, dense=dense)
+    workloads = [bench_workload(BenchWorkload(shape=shape, head="mlp", hotness=ids)) for ids in hotness]
+    return export(golden=golden_of(export(), workloads)), weights
 
 
 @bench_command

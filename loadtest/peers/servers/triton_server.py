@@ -73,6 +73,9 @@ def main() -> None:
         "http-thread-count": max(2, int(workers)),
         "allow-grpc": "false",
         "allow-metrics": "false",
+        # Loads what it is asked for by its API, after this one.
+        "model-control-mode": "explicit",
+        "load-model": "rank",
         "backend-config": f"python,shm-region-prefix-name=peer-{port}",
     }
     os.execv(program, [program, *(f"--{name}={value}" for name, value in options.items())])
