@@ -92,7 +92,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...], Literal["livesum", "livemax", "li
         "livemax",
     ),
     "wire_fallback": (
-        "1 if shards answer with wider sums than int8 ones because those missed the golden tolerance.",
+        "1 if shards answer with float32 sums because int8 and float16 ones missed the golden tolerance.",
         _VERSION,
         "livemax",
     ),

@@ -326,7 +326,7 @@ class CheckedVersion:
 
     Attributes:
         fallback: why it does not serve with the dtype that was asked for; "" if it does.
-        wire_fallback: why sums of shards travel in a wider format than the narrowest asked for; "" if they don't.
+        wire_fallback: why sums of shards travel in float32 although a narrower format was asked for; "" if they don't.
         int8: which layers are in int8, and how many inputs of golden requests were beyond their codes; "" for none.
         difference: the largest one from a golden score. None without golden requests, and once deltas were applied to
             the version: then its scores are meant to be others.
@@ -452,6 +452,7 @@ class _GoldenCheck:
             fallback = self.why_not(narrower, f"{sums} sums of shards", "shards answer with wider sums")
             if not fallback:
                 _use(self.replicas, narrower)
+                wire_fallbacks.clear()
                 break
             wire_fallbacks.append(fallback)
         # One after the other: others serve meanwhile.

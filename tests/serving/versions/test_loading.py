@@ -271,7 +271,7 @@ async def test_the_narrowest_sums_are_sent_that_golden_scores_allow(tmp_path, nu
             grown = {form: size - before.get(form, 0) for form, size in bytes_by_form(fleet.service).items()}
             chosen += [form for form, size in grown.items() if size and form != "stored"]
             refused = [form for form in ("int8", "float16") if f"with {form} sums of shards" in checked.wire_fallback]
-            assert refused == {"int8": [], "float16": ["int8"], "float32": ["int8", "float16"]}[chosen[-1]]
+            assert refused == (["int8", "float16"] if chosen[-1] == "float32" else [])
             metrics = fleet.service.metrics.render().decode()
             assert f'shardrank_wire_fallback{{model="{MODEL}",version="1"}} {float(bool(refused))}' in metrics
     assert chosen == sorted(chosen, key=["int8", "float16", "float32"].index)
