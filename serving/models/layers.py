@@ -99,6 +99,18 @@ class Steps(NamedTuple):
         reach = torch.maximum(most, -least).double().clamp_(min=MIN_MAGNITUDE) * (HEADROOM / (255 - zero))
         return cls(torch.exp2(torch.ceil(torch.log2(reach))).float(), zero)
 
+    def join(self, columns: Sequence[slice]) -> None:
+        """Give neighbouring features, of these columns, one step where that costs none of them more than one bit.
+
+        Features with one step are written at once, as are all that are neighbours in their table's block.
+        """
+        first, before = 0, self.step.tolist()
+        for number, one in enumerate(columns):
+            steps = [before[each.start] for each in columns[first : number + 1]]
+            if max(steps) > 2 * min(steps):
+                first, steps = number, steps[-1:]
+            self.step[columns[first].start : one.stop] = max(steps)
+
     def codes(self, x: Tensor) -> Tensor:
         """Return the codes of numbers, uint8; of those that are beyond, the nearest there is."""
         if self.step.dim():
@@ -309,17 +321,21 @@ class Linear(nn.Linear):
             return part.index_select(0, shared.owner)
         return rows(x, part[0] if part.shape[0] == 1 else part.index_select(0, shared.owner), self.relu)
 
-    def pack(self, number_format: NumberFormat, int8: Steps | None = None, output: Steps | None = None) -> None:
+    def pack(
+        self, number_format: NumberFormat, int8: Steps | None = None, output: Steps | torch.dtype | None = None
+    ) -> None:
         """Make it ready to score where it is: its weights must not change after that, and need no gradients.
 
         With `int8`, the codes of its rows' inputs, it is quantised from the weights as they are, before they go into
-        the dtype of the others; with `output` it returns codes.
+        the dtype of the others; it returns codes, or another dtype, by `output`.
         """
         dtype = input_dtype(number_format)
         product = None if int8 is None else Int8Product(self._columns(self._rows), int8, output or dtype)
         if not self.is_exact:
             self.to(dtype)
-        ready = self._with(PackedProduct if can_pack(self.weight) else PlainProduct)
+        # Of one column a packed product takes four times as long.
+        is_packed = can_pack(self.weight) and self.out_features > 1
+        ready = self._with(PackedProduct if is_packed else PlainProduct)
         self.ready = ready._replace(rows=product or ready.rows)
 
     @property

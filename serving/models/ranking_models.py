@@ -182,8 +182,11 @@ class RankingModel(nn.Module):
         names = {layer: name for name, layer in self.named_modules() if isinstance(layer, Linear)}
         following = dict(pair for one in self.modules() if isinstance(one, Mlp) for pair in one.successive())
         for layer, name in names.items():
-            after = names[following[layer]] if layer in following else ""
-            layer.pack(number_format, self.int8.get(name), self.int8.get(after))
+            after = following.get(layer)
+            output: Steps | torch.dtype | None = None if after is None else self.int8.get(names[after])
+            if after is not None and after.is_exact:
+                output = torch.float32
+            layer.pack(number_format, self.int8.get(name), output)
         self.projections_by_part = {name.replace("/", "."): matrix for name, matrix in self.projections.items()}
 
     def take_sampled(self) -> tuple[int, int]:
@@ -223,6 +226,8 @@ class RankingModel(nn.Module):
             else:
                 least, most = least.amin(), most.amax()
             chosen[name] = Steps.of(least, most)
+            if name == self.reads_candidates:
+                chosen[name].join([self.shapes.columns[feature] for feature in side.features])
         return chosen
 
     def scores(self, inputs: RankingInputs) -> Tensor:
