@@ -262,7 +262,7 @@ class BucketOwners:
         if there is no such table. The tables of a batch take turns, beginning with `counter`.
         """
         values_per_key = bags.values_per_key()
-        owner: Owners = self._owner.take(self._cells.of(bags, values_per_key))
+        owner: Owners = self._owner.take(self._cells.of(bags, values_per_key), mode="wrap")
         if self._has_replicated:
             # Turning from batch to batch spreads these rows evenly, a table at a time.
             shards = up()

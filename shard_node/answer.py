@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
-from shard_node.engine.kernels import as_tensor, pool_rows
+from shard_node.engine.kernels import as_tensor, pack_int8, pool_rows
 from shard_node.errors import RemoteError
 from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound
 from shard_node.split import Part, Sums, add, widened
@@ -116,7 +116,7 @@ def rounded(sums: Float32Array, to: SumFormat) -> Sums:
     if not sums.size or to == "float32":
         return sums
     if to == "int8" and sums.shape[1] > INT8_TAIL_BYTES:
-        rows: npt.NDArray[np.uint8] = torch.ops.quantized.embedding_bag_byte_prepack(torch.from_numpy(sums)).numpy()
+        rows = pack_int8(sums)
         if np.isfinite(rows[:, sums.shape[1] :].view(np.float32)).all():
             return rows
     half: npt.NDArray[np.float16] = torch.from_numpy(sums).half().numpy()

@@ -114,7 +114,8 @@ class BucketCells:
         low = (rows >> shift if shift.any() else rows) & per_value(self._mask, bags, values_per_key)
         block = rows >> per_value(self._block_shift, bags, values_per_key)
         block += per_value(self._first_block, bags, values_per_key)
-        low ^= cells.take(block)
+        # All are within bounds, which `wrap` does not look at.
+        low ^= cells.take(block, mode="wrap")
         return low
 
     def of_rows(self, table: int, rows: Int64Array) -> Int64Array:

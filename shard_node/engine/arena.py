@@ -198,7 +198,7 @@ class Placement:
                 bags = bags.wide()
             else:
                 base = self._narrow_base
-        slots = base.take(self._cell_of(bags, values_per_key))
+        slots = base.take(self._cell_of(bags, values_per_key), mode="wrap")
         slots += bags.values >> per_value(self._slot_shift, bags, values_per_key)
         if slots.size and np.minimum.reduce(slots) < 0:
             raise self._not_here(bags, values_per_key, int((slots < 0).argmax()))

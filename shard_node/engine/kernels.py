@@ -76,6 +76,18 @@ _QUANTISED: dict[RowDtype, Callable[..., torch.Tensor]] = {
 }
 
 
+def pack_int8(rows: Float32Array) -> npt.NDArray[np.uint8]:
+    """Store float32 [n, dim] as int8 rows, uint8 [n, dim + 8]. A row whose range is infinite gets an infinite scale."""
+    packed: torch.Tensor = torch.ops.quantized.embedding_bag_byte_prepack.default(torch.from_numpy(rows))
+    return packed.numpy()
+
+
+def unpack_int8(rows: npt.NDArray[np.uint8]) -> Float32Array:
+    """Return int8 rows, uint8 [n, dim + 8], as float32 [n, dim]."""
+    unpacked: torch.Tensor = torch.ops.quantized.embedding_bag_byte_unpack.default(torch.from_numpy(rows))
+    return unpacked.numpy()
+
+
 def as_tensor(dtype: RowDtype, rows: npt.NDArray[np.uint8]) -> torch.Tensor:
     """View stored rows, uint8 [slots, row_bytes], contiguous, as what `pool_rows` reads."""
     tensor = torch.from_numpy(rows)

@@ -199,3 +199,27 @@ def test_columns_read_once_a_request_are_those_of_each_row(widths, counts, is_pa
             layer.requires_grad_(False).pack("float32")
         found = layer(rows, Shared(context, torch.from_numpy(owner)))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(-6, 6)), min_size=1, max_size=12))
+def test_neighbours_share_a_step_where_it_costs_none_more_than_a_bit(features):
+    ends = np.cumsum([width for width, _ in features])
+    columns = [slice(int(end) - width, int(end)) for end, (width, _) in zip(ends, features, strict=True)]
+    before = torch.cat([torch.full((width,), 2.0**exponent) for width, exponent in features])
+    rest = torch.tensor([0.125, 3.0])
+    steps = Steps(torch.cat([before, rest]), 0)
+    steps.join(columns)
+    after, added = steps.step[: before.numel()], steps.step[before.numel() :]
+    assert added.tolist() == rest.tolist()
+    assert ((after == before) | (after == 2 * before)).all()
+    chosen = [float(after[of_feature.start]) for of_feature in columns]
+    for of_feature, step in zip(columns, chosen, strict=True):
+        assert (after[of_feature] == step).all()
+    # Between two runs there is a feature that the other run's step would cost more than that, or that reaches further.
+    given_steps = [2.0**exponent for _, exponent in features]
+    first = 0
+    for number in range(1, len(features) + 1):
+        of_run = given_steps[first : number + 1]
+        if number == len(features) or max(of_run) > 2 * min(of_run):
+            assert chosen[first:number] == [max(given_steps[first:number])] * (number - first)
+            first = number
