@@ -114,7 +114,7 @@ class Steps(NamedTuple):
     def codes(self, x: Tensor) -> Tensor:
         """Return the codes of numbers, uint8; of those that are beyond, the nearest there is."""
         if self.step.dim():
-            return codes_of(x * (1.0 / self.step), 1.0, self.zero)
+            return codes_of(x / self.step, 1.0, self.zero)
         return codes_of(x, self.step.item(), self.zero)
 
 
