@@ -15,15 +15,15 @@ import pytest
 import uvloop
 
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import make_node
-from loadtest.bench.serving import CALLS_SHAPE, load_over_shards
-from loadtest.workloads.catalog import BenchWorkload, bench_payloads, bench_spec
+from loadtest.bench.harness import make_node, remote_shards
+from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
 from loadtest.workloads.prepare import write_random_snapshot
 from router.plan import Plan
 from serving import rank
 from serving.config import ServeConfig
 from serving.rank.service import RankingService
 from serving.server import running_server
+from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from shard_node.wire.address import Address
 from shardrank_testing.nodes import serving
 
@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 INSTALLED = Path(rank.__file__).resolve().parent.parent.parent
 """Where the packages are imported from: the checkout, or the environment."""
 PACKAGES = ("loader", "shard_node", "router", "serving")
+SHAPE = BenchShape.of(20_000, varied=True)
+"""Of a model with so many rows that not every shard has them all."""
 
 
 def files_named(text: str) -> set[str]:
@@ -61,7 +63,7 @@ async def passed_files(path: Path, folder: Path) -> set[str]:
     What runs now and then beside a request is not passed by most of them.
     """
     snapshot, passed, loop = Snapshot.open(path), list[set[str]](), asyncio.get_running_loop()
-    workload = BenchWorkload(shape=CALLS_SHAPE, head="mlp", hotness=1)
+    workload = BenchWorkload(shape=SHAPE, head="mlp", hotness=1)
     plan, (request,) = Plan.make(snapshot.spec, 2), bench_payloads(workload, "json", 1)
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -73,7 +75,18 @@ async def passed_files(path: Path, folder: Path) -> set[str]:
         for shard, address in enumerate(nodes):
             await stack.enter_async_context(serving(address, make_node(snapshot, plan, shard)))
         service = stack.enter_context(closing(RankingService(None, expected_models=["bench-mlp"])))
-        service.install(await asyncio.to_thread(load_over_shards, path, nodes, service, loop))
+        version = await asyncio.to_thread(
+            LoadedVersion.load,
+            snapshot,
+            plan,
+            lambda _: remote_shards(snapshot, plan, nodes),
+            LoadOptions(dtype="float32", num_replicas=0),
+            limits=service.limits,
+            metrics=service.metrics,
+            clock=service.clock,
+            loop=loop,
+        )
+        service.install(version)
         running = running_server(service, ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0))
         server = await stack.enter_async_context(running)
         connection = stack.enter_context(closing(HTTPConnection(server.host, server.http_port, timeout=30)))
@@ -92,7 +105,7 @@ async def passed_files(path: Path, folder: Path) -> set[str]:
 @pytest.mark.timeout(120)
 def test_the_way_of_a_request_names_its_files(tmp_path: Path) -> None:
     """A JSON request over two shards passes all that the text says, and nothing else."""
-    path = write_random_snapshot(bench_spec(CALLS_SHAPE, "mlp"), tmp_path)
+    path = write_random_snapshot(bench_spec(SHAPE, "mlp"), tmp_path)
     passed = uvloop.run(passed_files(path, tmp_path))
     named, certain = walk()
     missing, extra = sorted(passed - named), sorted(certain - passed)

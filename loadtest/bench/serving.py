@@ -6,18 +6,14 @@ received, parsed, queued, joined, counted, sorted or encoded. What a server uses
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import cProfile
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from http.client import HTTPConnection
 from pathlib import Path
-from types import CodeType
 from typing import Any, get_args
 
 import click
@@ -35,14 +31,11 @@ from loadtest.bench.harness import (
     bench_command,
     make_node,
     make_router,
-    node_process,
-    remote_shards,
 )
 from loadtest.cli import side_split_option
-from loadtest.errors import RequestFailedError
 from loadtest.load.config import TOLERANCES, bench_load
 from loadtest.load.generator import Generators
-from loadtest.servers import SERVED_PACKAGES, THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
+from loadtest.servers import THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
 from loadtest.servers import serving as serving_process
 from loadtest.workloads.catalog import (
     BENCH_REQUESTS,
@@ -52,15 +45,13 @@ from loadtest.workloads.catalog import (
     BenchWorkload,
     Head,
     SideSplit,
-    bench_payloads,
     bench_spec,
     bench_workload,
 )
-from loadtest.workloads.payloads import APIS, Api, Payload
+from loadtest.workloads.payloads import APIS, Api
 from loadtest.workloads.prepare import golden_of, write_random_snapshot
 from router.plan import Plan
 from serving.cli import options as opts
-from serving.config import ServeConfig
 from serving.description import NumberFormat
 from serving.embedded import ModelSource, load_served_model
 from serving.formats.requests import RankRequest
@@ -69,11 +60,8 @@ from serving.observe.calls import STAGES, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, merge
 from serving.rank.service import RankingService
-from serving.server import running_server
-from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from shard_node.bags import Float32Array
 from shard_node.node import LocalShard
-from shard_node.wire.address import Address
 
 DEADLINE_S = 600.0
 
@@ -243,86 +231,8 @@ def measure_server(model: ServedModel, hotness: Sequence[int], apis: Sequence[Ap
         model.bench.run([table for ids in hotness for table in tables_of(model, limit, server, ids, apis)])
 
 
-CALLS_SHAPE = BenchShape.of(20_000, varied=True)
-"""Of the model whose calls are counted: so many rows that not every shard has them all."""
-WARM_UP_REQUESTS, COUNTED_REQUESTS = 300, 8
-QUIET_S = 0.01
-
-
-def _send(connection: HTTPConnection, request: Payload) -> None:
-    connection.request("POST", request.path, request.body, dict(request.headers))
-    response = connection.getresponse()
-    body = response.read()
-    if response.status != 200:
-        raise RequestFailedError(body[:1000].decode(errors="replace"))
-
-
-def load_over_shards(
-    path: Path, nodes: Sequence[Address], service: RankingService, loop: asyncio.AbstractEventLoop
-) -> LoadedVersion:
-    """Load a version whose rows are on these nodes, one a shard, to be ranked on a loop that runs in another thread."""
-    snapshot = Snapshot.open(path, verify=False)
-    plan = Plan.make(snapshot.spec, len(nodes))
-    return LoadedVersion.load(
-        snapshot,
-        plan,
-        lambda events: remote_shards(snapshot, plan, nodes),
-        LoadOptions(dtype="float32", num_replicas=0),
-        limits=service.limits,
-        metrics=service.metrics,
-        clock=service.clock,
-        loop=loop,
-    )
-
-
-async def count_calls(snapshot: Path, api: Api, shards: Sequence[Address] = ()) -> dict[str, Any]:
-    """Serve a model of `CALLS_SHAPE`, warm it up over one kept connection, and count the calls of a few requests more.
-
-    Rows are in this process, or on shard nodes, whose calls are not counted; nor are the client's. The report is that
-    of the request with the fewest calls, which had no periodic work beside it. Raises RequestFailedError.
-    """
-    service = RankingService(None, expected_models=["bench-mlp"])
-    try:
-        # As `shardrank serve` does where no row comes from a disk or a card: the event loop itself ranks.
-        loop, source = asyncio.get_running_loop(), ModelSource(snapshot=snapshot, dtype="float32", num_replicas=0)
-        if shards:
-            served = await asyncio.to_thread(load_over_shards, snapshot, shards, service, loop)
-        else:
-            served = await asyncio.to_thread(load_served_model, source, service, loop=loop)
-        service.install(served)
-        async with running_server(service, ServeConfig(http_port=0, grpc_port=0, shutdown_delay_s=0)) as listening:
-            pool = bench_payloads(BenchWorkload(shape=CALLS_SHAPE, head="mlp", hotness=1), api, 32)
-            with contextlib.closing(HTTPConnection(listening.host, listening.http_port, timeout=30)) as connection:
-                for number in range(WARM_UP_REQUESTS):
-                    await asyncio.to_thread(_send, connection, pool[number % len(pool)])
-                reports = [await _counted(connection, pool[number]) for number in range(COUNTED_REQUESTS)]
-        return min(reports, key=lambda report: int(report["count"]))
-    finally:
-        # The loop closes connections to shards meanwhile.
-        await asyncio.to_thread(service.close)
-
-
-async def _counted(connection: HTTPConnection, request: Payload) -> dict[str, Any]:
-    profile, by_file = cProfile.Profile(builtins=False), dict[str, dict[str, int]]()
-    packages = tuple(f"{THIS_CHECKOUT}/{package}/" for package in SERVED_PACKAGES)
-    # A batch ends after its answers were sent; that end belongs to its request.
-    await asyncio.sleep(QUIET_S)
-    profile.enable()
-    try:
-        await asyncio.to_thread(_send, connection, request)
-        await asyncio.sleep(QUIET_S)
-    finally:
-        profile.disable()
-    for entry in profile.getstats():
-        if isinstance(entry.code, CodeType) and entry.code.co_filename.startswith(packages):
-            name = str(Path(entry.code.co_filename).relative_to(THIS_CHECKOUT))
-            by_file.setdefault(name, {})[entry.code.co_qualname] = entry.callcount
-    functions = [count for calls in by_file.values() for count in calls.values()]
-    return {"count": sum(functions), "functions": len(functions), "files": len(by_file), "by_file": by_file}
-
-
 def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> None:
-    """Measure where the time of a request under full load goes, by the server's histograms, and count its calls.
+    """Measure where the time of a request under full load goes, by the server's histograms.
 
     `stages_us` are means of a request, or of a batch; `busy_us` shares a batch's time among its requests.
     """
@@ -343,21 +253,6 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
         click.echo(f"{api}: µs of a request under full load, {_ids(hotness)}, at work in a stage, and its mean")
         for stage, busy_us in accounts[api]["busy_us"].items():
             click.echo(f"  {stage}: {busy_us:.1f}, {accounts[api]['stages_us'][stage]:.1f}")
-    snapshot = Snapshot.open(write_random_snapshot(bench_spec(CALLS_SHAPE, "mlp"), bench.folder / "calls"))
-    plan = Plan.make(snapshot.spec, 2)
-    with ExitStack() as stack:
-        nodes = [stack.enter_context(node_process(snapshot, plan, shard))[0] for shard in range(plan.num_shards)]
-        counted: dict[str, tuple[str, Api, Sequence[Address]]] = {
-            "calls": ("a JSON request", "json", ()),
-            "calls_oip_http": ("a request of oip-http", "oip-http", ()),
-            "calls_two_shards": ("a JSON request over two shards", "json", nodes),
-        }
-        for name, (title, api, shards) in counted.items():
-            if api in ("json", *apis):
-                calls = bench.runner.run(count_calls(snapshot.path, api, shards))
-                bench.results[name] = calls
-                total, functions, files = calls["count"], calls["functions"], calls["files"]
-                click.echo(f"{title}: {total} calls of {functions} functions in {files} files")
 
 
 def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[Api], old: Path) -> None:
@@ -417,8 +312,7 @@ def serving(
     A real server on this machine, with a client in another process: processor time of the server's processes for each
     request under full load, to that of the same batches computed without a server; the median time of one request after
     the other, beyond that of a batch of one; requests that vary against requests that are alike. Then the stages of a
-    request in a server's histograms, and the Python calls of a JSON request, of one over two shards, and, with
-    `--api oip-http`, of one of that API.
+    request in a server's histograms.
 
     With --against, processor time of a request, another checkout's server and this one's in alternation.
 

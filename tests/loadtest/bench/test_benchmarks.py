@@ -88,14 +88,6 @@ def test_serving_is_compared_with_the_same_batches_without_a_server(bench) -> No
     account = document["account"]["json"]
     assert 0 < sum(account["busy_us"].values()) <= account["whole_us"]
     assert account["busy_us"].keys() == account["stages_us"].keys() >= {"decode", "queue", "rank", "encode"}
-    calls = document["calls"]
-    assert calls["files"] == len(calls["by_file"])
-    assert calls["count"] == sum(count for functions in calls["by_file"].values() for count in functions.values())
-    assert calls["by_file"]["router/router.py"]["Router.lookup"] == 1
-    over_shards = document["calls_two_shards"]["by_file"]
-    assert "router/shard_client.py" in over_shards
-    assert "shard_node/wire/server.py" not in over_shards
-    assert "calls_oip_http" not in document
 
 
 @pytest.fixture
