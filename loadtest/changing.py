@@ -12,37 +12,32 @@ import shutil
 import time
 import urllib.request
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import click
-from anyio.abc import TaskStatus
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry.fleet import delta_stream
 from loader.snapshot.publishing import register, retain
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.store import Store
 from loader.stores import open_store
 from loadtest.bench.deltas import training
-from loadtest.bench.harness import AT_RATE, Bench, BenchTable, Measure, Subject, Values, bench_command
+from loadtest.bench.harness import AT_RATE, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import side_split_option
-from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, ServedFleet, polled
+from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, ServedFleet, polled, served_fleet
 from loadtest.drill.upgrade import restart
 from loadtest.errors import LoadError
-from loadtest.load.config import OfferedLoad, RunConfig, bench_load
+from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
-from loadtest.peers.run import CHANNELS, ENVIRONMENTS, PEERS, peer_serving, write_model
+from loadtest.peers.run import ENVIRONMENTS, PEERS, Subject, peer_serving, write_model
 from loadtest.servers import HOST, Server
-from loadtest.workloads.catalog import BenchShape, BenchWorkload, SideSplit
+from loadtest.workloads.catalog import BenchShape, SideSplit
 from serving.cli import options as opts
-from serving.fleet.config import FleetConfig, SupervisionConfig
-from serving.fleet.local_fleet import running_fleet
 
 RATE_SHARE: Final = 0.5
 """Of what a server answers when it is kept busy."""
@@ -54,172 +49,110 @@ KILL_AFTER_SHARE: Final = 0.3
 SETTLE_S: Final = 2.0
 RELOAD_TIMEOUT_S: Final = 60.0
 MEASURES = (*(Measure(name, "ms") for name in AT_RATE), Measure("failed", "requests"))
-Change: TypeAlias = Callable[..., Awaitable[None]]
-"""Called with an event, and by anyio's protocol for tasks that say when they have begun; ends once the event is set."""
-Begun: TypeAlias = TaskStatus[None]
+Change: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Goes on while the block runs."""
 
 
-async def nothing(ended: asyncio.Event, *, task_status: Begun) -> None:
-    """Change nothing."""
-    task_status.started()
-    await ended.wait()
+@contextmanager
+def going_on(portal: BlockingPortal, change: Callable[[asyncio.Event], Awaitable[None]]) -> Iterator[None]:
+    """Have a change go on until it sees, at the end of the block, that it is to end. Raises what it raised."""
+    over = portal.call(asyncio.Event)
+    changing = portal.start_task_soon(change, over)
+    try:
+        yield
+    finally:
+        portal.call(over.set)
+        changing.result(READY_TIMEOUT_S + ROLLOUT_TIMEOUT_S)
 
 
-@asynccontextmanager
-async def served_fleet(snapshot: Snapshot, shards: int, replicas: int, workers: int) -> AsyncIterator[ServedFleet]:
-    """Run a fleet that serves the newest version of a store, its files beside that."""
-    store = snapshot.path.parent.parent
-    config = FleetConfig(
-        store=store,
-        models=(snapshot.spec.model,),
-        registry=str(store.with_name("registry")),
-        shards=shards,
-        replicas=replicas,
-        workers=workers,
-        http_port=0,
-        grpc_port=0,
-        log_dir=store.parent,
-        supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
-        shard_node={"admin_listen": f"{HOST}:0"},
-        serve={"shutdown_delay_s": 5.0},
-    )
-    async with running_fleet(config) as local:
-        server = Server(local.ports.http_port, local.ports.grpc_port, ())
-        yield ServedFleet(local=local, server=server, store=store, spec=snapshot.spec)
-
-
-@dataclass(slots=True)
 class Changes:
     """What happens to a fleet, whose processes take turns; `seconds` are those of a measurement, with its warm-up."""
 
-    fleet: ServedFleet
-    snapshot: Snapshot
-    rows_per_s: int
-    seconds: float
-    _numbers: Iterator[int] = field(init=False)
-    _store: Store = field(init=False)
-    _versions: deque[int] = field(default_factory=deque)
-    _steps: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    _turns: dict[str, Iterator[str]] = field(default_factory=dict)
+    def __init__(self, fleet: ServedFleet, snapshot: Snapshot, rows_per_s: int, seconds: float) -> None:
+        self._fleet, self._snapshot, self._rows_per_s, self._seconds = fleet, snapshot, rows_per_s, seconds
+        self._numbers, self._steps = itertools.count(snapshot.version + 1), itertools.count(1)
+        self._versions = deque[int]()
+        children = fleet.local.supervisor.children
+        self._restarted = itertools.cycle(children.values())
+        self._killed = itertools.cycle([child for name, child in children.items() if name.startswith("shard-")])
 
-    def __post_init__(self) -> None:
-        self._numbers, self._store = itertools.count(self.snapshot.version + 1), open_store(self.fleet.store)
-
-    def by_name(self) -> dict[str, Change]:
+    def by_name(self, portal: BlockingPortal) -> dict[str, Change]:
         """Return them, with none at all first."""
         return {
-            "steady": nothing,
-            "swaps": self.swaps,
-            f"{self.rows_per_s:,} changed rows/s": self.row_updates,
-            f"dense steps every {DENSE_EVERY_S:g} s": self.dense_steps,
-            "restarts": self.restarts,
-            "kill -9 of a replica": self.kill,
+            "steady": nullcontext,
+            "swaps": partial(going_on, portal, self.swaps),
+            f"{self._rows_per_s:,} changed rows/s": partial(self.row_updates, portal),
+            f"dense steps every {DENSE_EVERY_S:g} s": partial(going_on, portal, self.dense_steps),
+            "restarts": partial(going_on, portal, self.restarts),
+            "kill -9 of a replica": partial(going_on, portal, self.kill),
         }
 
     async def settle(self) -> None:
         """Wait until nothing goes on, and have as many versions ready as swaps may need. Raises LoadError."""
-        model, registry = self.snapshot.spec.model, self.fleet.registry
-        while len(self._versions) < self.seconds:
-            made = self.snapshot.as_version(next(self._numbers))
-            await asyncio.to_thread(self._store.put, made.path, made.identity, renumbered=made.manifest)
-            await register(registry, made, clock=time.time, store=self.fleet.store)
+        registry, address = self._fleet.registry, self._fleet.store
+        while len(self._versions) < self._seconds:
+            made = self._snapshot.as_version(next(self._numbers))
+            put = partial(open_store(address).put, made.path, made.identity, renumbered=made.manifest)
+            await asyncio.to_thread(put)
+            await register(registry, made, clock=time.time, store=address)
             self._versions.append(made.version)
-        await retain(registry, self.fleet.store, model, keep=len(self._versions))
+        await retain(registry, address, self._snapshot.spec.model, keep=len(self._versions))
         if lag := await polled(self.lag, lambda lag: not lag, READY_TIMEOUT_S):
             raise LoadError(lag)
         await asyncio.sleep(SETTLE_S)
 
     async def lag(self) -> str:
         """Return what goes on; empty if nothing does."""
-        live, registry = await self.fleet.live_version(), self.fleet.registry
-        last = (await registry.registry.bounds(delta_stream(self.snapshot.spec.model, live))).last
+        live, registry = await self._fleet.live_version(), self._fleet.registry
+        last = (await registry.registry.bounds(delta_stream(self._snapshot.spec.model, live))).last
         of_shards = [node for node in await registry.nodes() if node.kind == "shard"]
-        behind = [node.node_id for node in of_shards if any(one.delta_sequence < last for one in node.versions)]
-        return f"{behind}: deltas up to {last} are not applied" if behind else await self.fleet.lag()
+        behind = [node.node_id for node in of_shards if any(each.delta_sequence < last for each in node.versions)]
+        return f"{behind}: deltas up to {last} are not applied" if behind else await self._fleet.lag()
 
-    async def swaps(self, ended: asyncio.Event, *, task_status: Begun) -> None:
+    async def swaps(self, over: asyncio.Event) -> None:
         """Roll out one version after the other."""
-        task_status.started()
-        while not ended.is_set() and self._versions:
-            await self.fleet.swap_to(self._versions.popleft())
+        while not over.is_set() and self._versions:
+            await self._fleet.swap_to(self._versions.popleft())
 
-    async def row_updates(self, ended: asyncio.Event, *, task_status: Begun) -> None:
+    def row_updates(self, portal: BlockingPortal) -> AbstractContextManager[None]:
         """Publish changed rows, from another process."""
-        version = await self.fleet.live_version()
-        url, table = self.fleet.registry.registry.url, self.snapshot.spec.tables[0]
-        trainer = training(url, self.snapshot.spec.model, version, table, self.rows_per_s)
-        await asyncio.to_thread(trainer.__enter__)
-        task_status.started()
-        await ended.wait()
-        await asyncio.to_thread(trainer.__exit__, None, None, None)
-
-    async def dense_steps(self, ended: asyncio.Event, *, task_status: Begun) -> None:
-        """Publish the dense weights, changed by one in a thousand."""
-        task_status.started()
-        version, dense = await self.fleet.live_version(), self.snapshot.dense_tensors()
-        publisher = AsyncDeltaPublisher(
-            self.fleet.registry.registry, self.snapshot.spec.model, version, self.fleet.store
+        url, spec, version = (
+            self._fleet.registry.registry.url,
+            self._snapshot.spec,
+            portal.call(self._fleet.live_version),
         )
-        while not ended.is_set():
+        return training(url, spec.model, version, spec.tables[0], self._rows_per_s)
+
+    async def dense_steps(self, over: asyncio.Event) -> None:
+        """Publish the dense weights, changed by one in a thousand."""
+        fleet, dense = self._fleet, self._snapshot.dense_tensors()
+        registry, version = fleet.registry.registry, await fleet.live_version()
+        publisher = AsyncDeltaPublisher(registry, self._snapshot.spec.model, version, fleet.store)
+        while not over.is_set():
             step = next(self._steps)
-            changed = {name: tensor * (1 + step % 2 / 1000) for name, tensor in dense.items()}
-            await publisher.publish_dense(step, changed)
-            await asyncio.wait({asyncio.ensure_future(ended.wait())}, timeout=DENSE_EVERY_S)
+            await publisher.publish_dense(step, {name: part * (1 + step % 2 / 1000) for name, part in dense.items()})
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), DENSE_EVERY_S)
 
-    async def restarts(self, ended: asyncio.Event, *, task_status: Begun) -> None:
+    async def restarts(self, over: asyncio.Event) -> None:
         """End each process by SIGTERM, and go on when it is ready again."""
-        task_status.started()
-        while not ended.is_set():
-            await restart(self.fleet.local.supervisor.children[self.next_of("")])
+        while not over.is_set():
+            await restart(next(self._restarted))
 
-    async def kill(self, ended: asyncio.Event, *, task_status: Begun) -> None:
+    async def kill(self, over: asyncio.Event) -> None:
         """Kill a shard node."""
-        task_status.started()
-        await asyncio.sleep(KILL_AFTER_SHARE * self.seconds)
-        self.fleet.local.supervisor.children[self.next_of("shard-")].kill()
-        await ended.wait()
-
-    def next_of(self, prefix: str) -> str:
-        """Return the process whose turn it is, of those whose names begin so."""
-        names = [name for name in self.fleet.local.supervisor.children if name.startswith(prefix)]
-        return next(self._turns.setdefault(prefix, itertools.cycle(names)))
+        await asyncio.sleep(KILL_AFTER_SHARE * self._seconds)
+        next(self._killed).kill()
 
 
-async def reload_triton(server: Server, models: Path, ended: asyncio.Event, *, task_status: Begun) -> None:
+async def reload_triton(server: Server, models: Path, over: asyncio.Event) -> None:
     """Have Triton load one version after the other: a new folder, and its API for loading a model."""
-    task_status.started()
-    url, versions = f"{server.target('flat')}/v2/repository/models/rank/load", itertools.count(2)
-    while not ended.is_set():
-        version = next(number for number in versions if not (models / f"{number}").exists())
-        await asyncio.to_thread(shutil.copytree, models / "1", models / f"{version}")
-        request = urllib.request.Request(url, data=b"{}")
+    request = urllib.request.Request(f"{server.target('flat')}/v2/repository/models/rank/load", data=b"{}")
+    versions = (models / f"{number}" for number in itertools.count(2))
+    while not over.is_set():
+        folder = next(version for version in versions if not version.exists())
+        await asyncio.to_thread(shutil.copytree, models / "1", folder)
         (await asyncio.to_thread(urllib.request.urlopen, request, timeout=RELOAD_TIMEOUT_S)).close()
-
-
-def subjects_of(
-    bench: Bench,
-    generators: Generators,
-    portal: BlockingPortal,
-    load: OfferedLoad,
-    seconds: float,
-    rate: float,
-    changes: dict[str, Change],
-    settle: Callable[[], Awaitable[None]],
-) -> dict[str, Subject]:
-    """Return what measures each change."""
-
-    def measured(change: Change, number: int) -> Values:
-        portal.call(settle)
-        ended = portal.call(asyncio.Event)
-        going_on, _ = portal.start_task(change, ended)
-        run = RunConfig(rate=rate, warmup_s=seconds * WARM_UP_SHARE, duration_s=seconds, seed=number)
-        try:
-            return bench.values_at(run, generators, load)
-        finally:
-            portal.call(ended.set)
-            going_on.result(READY_TIMEOUT_S + ROLLOUT_TIMEOUT_S)
-
-    return {name: partial(measured, change) for name, change in changes.items()}
 
 
 @bench_command
@@ -260,34 +193,50 @@ def changing(
       shardrank loadtest changing --triton --env-dir ~/peers --rounds 5
     """
     shape, seconds = BenchShape.of(rows, varied=True, side_split=side_split), bench.seconds(seconds)
-    workload = BenchWorkload(shape=shape, head="mlp", hotness=hotness)
-    python = PEERS["triton"].python(environments) if triton else None
+    peer = PEERS["triton"]
+    python = peer.python(environments) if triton else None
     with Generators() as generators, start_blocking_portal() as portal, ExitStack() as stack:
-        path, weights = write_model(bench.folder, shape, [hotness])
-        click.echo("starting the fleet")
-        snapshot = Snapshot.open(path, verify=False)
-        starting = portal.wrap_async_context_manager(served_fleet(snapshot, shards, replicas, workers))
-        fleet = stack.enter_context(starting)
-        changes = Changes(fleet, snapshot, rows_per_s, seconds * (1 + WARM_UP_SHARE))
 
         def table(
-            who: str, load: OfferedLoad, changes: dict[str, Change], settle: Callable[[], Awaitable[None]]
+            who: str, load: OfferedLoad, changes: Mapping[str, Change], settle: Callable[[], object]
         ) -> BenchTable:
             offered = rate or RATE_SHARE * generators.busy(load, IN_FLIGHT, 1.0, bench.seconds(10.0), ()).requests_per_s
+
+            def measured(change: Change, number: int) -> Values:
+                settle()
+                run = RunConfig(rate=offered, warmup_s=seconds * WARM_UP_SHARE, duration_s=seconds, seed=number)
+                with change():
+                    return bench.values_at(run, generators, load)
+
             setup = {"requests": shape.requests, "rate": f"{offered:.1f}/s", "each": f"{seconds:g} s"}
-            subjects = subjects_of(bench, generators, portal, load, seconds, offered, changes, settle)
+            subjects = {name: partial(measured, change) for name, change in changes.items()}
             return BenchTable(f"{who} while things change", MEASURES, subjects, setup)
 
-        load = bench_load(fleet.server.target("grpc-packed"), "grpc-packed", workload, grpc_channels=CHANNELS)
-        tables = [table("shardrank", load, changes.by_name(), changes.settle)]
+        path, weights = write_model(bench.folder, shape, [hotness])
+        snapshot = Snapshot.open(path, verify=False)
+        click.echo("starting the fleet")
+        starting = served_fleet(
+            path.parent.parent,
+            snapshot.spec,
+            registry=f"{bench.folder}/registry",
+            shards=shards,
+            replicas=replicas,
+            workers=workers,
+            shard_node={"admin_listen": f"{HOST}:0"},
+            serve={"shutdown_delay_s": 5.0},
+        )
+        fleet = stack.enter_context(portal.wrap_async_context_manager(starting))
+        changes = Changes(fleet, snapshot, rows_per_s, seconds * (1 + WARM_UP_SHARE))
+        load = Subject("shardrank", None, "grpc-packed").load(shape, fleet.server, hotness)
+        tables = [table("shardrank", load, changes.by_name(portal), partial(portal.call, changes.settle))]
         if python is not None:
             click.echo("starting Triton")
-            peer = PEERS["triton"]
-            load = bench_load(fleet.server.target(peer.encodings[-1]), peer.encodings[-1], workload)
-            server = stack.enter_context(peer_serving(peer, python, weights, workers, load))
-            load = load.model_copy(update={"target": server.target(peer.encodings[-1])})
+            subject = Subject("Triton", peer, peer.encodings[-1])
+            first = subject.load(shape, fleet.server, hotness)
+            server = stack.enter_context(peer_serving(peer, python, weights, workers, first))
             models = weights.parent / f"triton-{server.http_port}" / "models" / "rank"
-            reload = partial(reload_triton, server, models)
-            reloads: dict[str, Change] = {"steady": nothing, "loading versions": reload}
-            tables.append(table("Triton", load, reloads, partial(asyncio.sleep, SETTLE_S)))
+            reload = partial(going_on, portal, partial(reload_triton, server, models))
+            reloads: dict[str, Change] = {"steady": nullcontext, "loading versions": reload}
+            settle = partial(time.sleep, SETTLE_S)
+            tables.append(table("Triton", subject.load(shape, server, hotness), reloads, settle))
         bench.run(tables)

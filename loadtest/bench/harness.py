@@ -272,9 +272,9 @@ class Bench:
         result = generators.offer(load, run)
         problems = [*result.invalid_because, *([f"requests failed: {result.errors}"] if result.errors else ())]
         self.problems += [f"{self._measured}: {problem}" for problem in problems]
-        found = {name: getattr(result.latency_of_due, percentile) for name, percentile in AT_RATE.items()}
-        found["failed"] = sum(result.errors.values())
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: getattr(result.latency_of_due, percentile) for name, percentile in AT_RATE.items()}
+        values["failed"] = sum(result.errors.values())
+        return {name: value for name, value in values.items() if value is not None}
 
     def seconds(self, seconds: float) -> float:
         """Return how long a measurement takes that takes `seconds` when it is not quick."""

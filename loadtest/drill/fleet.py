@@ -287,6 +287,25 @@ class ServedFleet:
             return str(error)
 
 
+@contextlib.asynccontextmanager
+async def served_fleet(
+    store: Path, spec: ModelSpec, on_ready: Callable[[str], None] = lambda name: None, **settings: Any
+) -> AsyncIterator[ServedFleet]:
+    """Run a fleet that serves a model of a store, with these settings, its logs next to that. Raises ShardrankError."""
+    config = FleetConfig(
+        store=store,
+        models=(spec.model,),
+        http_port=0,
+        grpc_port=0,
+        log_dir=store.parent,
+        # What is killed again and again on purpose shall not be taken for a process that can't live.
+        supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
+        **settings,
+    )
+    async with running_fleet(config, on_ready) as local:
+        yield ServedFleet(local, Server(local.ports.http_port, local.ports.grpc_port, ()), store, spec)
+
+
 @dataclass(slots=True, kw_only=True)
 class OracleFleet(ServedFleet):
     """A fleet under load that serves version 1, or what was rolled out since; `exported` is the highest version."""
@@ -373,31 +392,26 @@ async def oracle_fleet(
             registry, redis_child = await stack.enter_async_context(running_redis(folder))
         total, ready = 1 + config.shards * config.replicas + config.workers, itertools.count(1)
         of_fleet = {"shards", "replicas", "cards", "workers", "hot_rows_gb", "shard_node", "serve"}
-        fleet_config = FleetConfig(
-            store=store,
-            models=(config.model,),
+        starting = served_fleet(
+            store,
+            spec,
+            lambda name: progress("starting processes", next(ready), total),
             versions={config.model: FIRST_VERSION},
             registry=registry,
             **config.model_dump(include=of_fleet),
             replicate_bytes=REPLICATE_BYTES,
-            http_port=0,
-            grpc_port=0,
-            log_dir=folder,
-            # What is killed again and again on purpose shall not be taken for a process that can't live.
-            supervision=SupervisionConfig(ready_timeout_s=READY_TIMEOUT_S, healthy_after_s=1.0),
             # Scores are compared to a hundred-thousandth.
             dtype="float32",
             coordinator={"step_delay_s": config.step_delay_s, **coordinator},
             environment=environment or {},
             processes=processes,
         )
-        starting = running_fleet(fleet_config, lambda name: progress("starting processes", next(ready), total))
-        local = await stack.enter_async_context(starting)
-        server = Server(local.ports.http_port, local.ports.grpc_port, ())
+        fleet = await stack.enter_async_context(starting)
         single = [Server(of["http_port"], of["grpc_port"], ()) for of in processes.values() if "http_port" in of]
-        load = await stack.enter_async_context(running_load(config, single or server, folder / "answers.npy"))
+        load = await stack.enter_async_context(running_load(config, single or fleet.server, folder / "answers.npy"))
         await asyncio.sleep(WARMUP_S)
-        yield OracleFleet(local, server, store, spec, config=config, load=load, folder=folder, redis=redis_child)
+        served = fleet.local, fleet.server, store, spec
+        yield OracleFleet(*served, config=config, load=load, folder=folder, redis=redis_child)
 
 
 @contextlib.asynccontextmanager
