@@ -60,8 +60,7 @@ workload_option = opts.option(
 )
 request_options = opts.together(
     opts.option(
-        "--ids uniform|zipf:S",
-        "Which rows are asked for. Default: uniform for dlrm-v2, zipf:1.05 for merlin-tiny.",
+        "--ids uniform|zipf:S", "Which rows are asked for. Default: uniform for dlrm-v2, zipf:1.05 for merlin-tiny."
     ),
     opts.option(
         "--candidates N|LEAST-MOST:MEAN",

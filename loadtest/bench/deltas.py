@@ -6,15 +6,14 @@ import asyncio
 import multiprocessing
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 
 import click
 import numpy as np
+from anyio.from_thread import start_blocking_portal
 
 from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
@@ -96,22 +95,16 @@ def _wait_for(condition: Callable[[], bool], problem: str) -> None:
 @contextmanager
 def _following(url: str, version: int, tables: LoadedTables) -> Iterator[None]:
     """Apply deltas in an event loop in another thread, as a shard node does."""
-    ended = threading.Event()
 
     async def follow() -> None:
-        rows = tables.engine, tables.deltas, tables.partition
-        async with opened_registry(url) as fleet, asyncio.TaskGroup() as group:
-            following = group.create_task(DeltaFollower(fleet, MODEL, version, *rows).run())
-            await asyncio.to_thread(ended.wait)
-            following.cancel()
+        async with opened_registry(url) as fleet:
+            await DeltaFollower(fleet, MODEL, version, tables.engine, tables.deltas, tables.partition).run()
 
-    with ThreadPoolExecutor(1, "follower") as thread:
-        work = thread.submit(asyncio.run, follow())
-        try:
-            yield
-        finally:
-            ended.set()
-            work.result(WAIT_S)
+    with start_blocking_portal() as portal:
+        following = portal.start_task_soon(follow)
+        yield
+        if not following.cancel():
+            following.result()
 
 
 async def _mend(bench: Bench, snapshot: Snapshot, num_rows: int) -> dict[str, float | int]:

@@ -107,11 +107,8 @@ def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
         nodes = [stack.enter_context(node_process(snapshot, plan, shard)) for shard in range(SHARDS)]
         shards = remote_shards(snapshot, plan, [address for address, _ in nodes])
         process_ids = [number for _, numbers in nodes for number in numbers]
-        routers = {
-            name: make_router(snapshot, plan, shards, hot)
-            for name, hot in (("without hot rows", None), ("with hot rows", hot_rows_of(snapshot, plan, hot_rows)))
-        }
-
+        copies = {"without hot rows": None, "with hot rows": hot_rows_of(snapshot, plan, hot_rows)}
+        routers = {name: make_router(snapshot, plan, shards, hot) for name, hot in copies.items()}
         cells = []
         for hotness, hit_rate in itertools.product((1, 20), HIT_RATES):
             batches = [draw_hits(tables, rng, hotness, hot_rows, hit_rate) for _ in range(BATCHES)]

@@ -38,8 +38,6 @@ FEATURES, BATCHES = 26, 8
 TIMEOUT_S = 60.0
 BARE, FLOAT32 = "bare op", "nn.EmbeddingBag fp32"
 MEASURES = (Measure("time of a batch", "µs"),)
-
-
 Batch: TypeAlias = tuple[KeyedBags, Int64Array]
 """Raw ids by feature, and the same rows as int64 [n] in the order of all tables one after the other."""
 Call: TypeAlias = Callable[[Batch], Awaitable[Float32Array]]

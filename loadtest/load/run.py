@@ -15,14 +15,7 @@ from rich.progress import Progress, TextColumn
 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
-from loadtest.load.result import (
-    LoadResult,
-    Measured,
-    Outcome,
-    SweepResult,
-    outcome_of,
-    write_document,
-)
+from loadtest.load.result import LoadResult, Measured, Outcome, SweepResult, outcome_of, write_document
 from loadtest.servers import stopping_on_signals
 from loadtest.workloads.payloads import FORMS
 from loadtest.workloads.served import describe
@@ -38,14 +31,7 @@ MAX_LONGER_STEP_S = 60.0
 MAX_RECOVERY_S = 3.0
 
 
-def execute(
-    *,
-    sweeps: bool,
-    max_rate: float,
-    max_failed_share: float,
-    json_file: Path | None,
-    **given: object,
-) -> int:
+def execute(*, sweeps: bool, max_rate: float, max_failed_share: float, json_file: Path | None, **given: object) -> int:
     """Run a load test of what is given as fields of `OfferedLoad` and `RunConfig`, or a sweep up to `max_rate`.
 
     Returns the exit code: 1 if the result can't be believed, too many failed or a sweep found no rate. Raises
