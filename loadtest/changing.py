@@ -29,13 +29,14 @@ from loader.stores import open_store
 from loadtest.bench.deltas import training
 from loadtest.bench.harness import AT_RATE, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import side_split_option
+from loadtest.drill.config import UpdatingDrillConfig
 from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, ServedFleet, polled, served_fleet
 from loadtest.drill.upgrade import restart
 from loadtest.errors import LoadError
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.peers.run import ENVIRONMENTS, PEERS, Subject, peer_serving, write_model
-from loadtest.servers import HOST, Server
+from loadtest.servers import Server
 from loadtest.workloads.catalog import BenchShape, SideSplit
 from serving.cli import options as opts
 
@@ -215,16 +216,10 @@ def changing(
         path, weights = write_model(bench.folder, shape, [hotness])
         snapshot = Snapshot.open(path, verify=False)
         click.echo("starting the fleet")
-        starting = served_fleet(
-            path.parent.parent,
-            snapshot.spec,
-            registry=f"{bench.folder}/registry",
-            shards=shards,
-            replicas=replicas,
-            workers=workers,
-            shard_node={"admin_listen": f"{HOST}:0"},
-            serve={"shutdown_delay_s": 5.0},
-        )
+        # As drills do that restart processes.
+        restarting = UpdatingDrillConfig(shards=shards, replicas=replicas, workers=workers)
+        settings = restarting.model_dump(include={"shards", "replicas", "workers", "shard_node", "serve"})
+        starting = served_fleet(path.parent.parent, snapshot.spec, registry=f"{bench.folder}/registry", **settings)
         fleet = stack.enter_context(portal.wrap_async_context_manager(starting))
         changes = Changes(fleet, snapshot, rows_per_s, seconds * (1 + WARM_UP_SHARE))
         load = Subject("shardrank", None, "grpc-packed").load(shape, fleet.server, hotness)
