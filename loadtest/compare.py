@@ -21,10 +21,10 @@ from loadtest.bench.harness import AT_RATE, BUSY_MEASURES, CPU, Bench, BenchTabl
 from loadtest.cli import APIS, request_options, workload_option
 from loadtest.load.config import MAX_RATE, MAX_TIMEOUT_MS, TOLERANCES, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
-from loadtest.servers import HOST, ServerCommand, check_scores, free_ports, running_server, summed
+from loadtest.servers import ANY_PORTS, HOST, ServerCommand, check_scores, free_ports, running_server, summed
 from loadtest.workloads.catalog import open_workload
 from loadtest.workloads.payloads import FORMS, GRPC_APIS
-from loadtest.workloads.prepare import golden_of, write_random_snapshot
+from loadtest.workloads.prepare import write_random_snapshot
 from serving.cli import options as opts
 from serving.cli.output import progress_bars
 from serving.cli.settings import config_of
@@ -94,8 +94,7 @@ class ServedArm:
             for number, address in enumerate(addresses)
         ]
         shards = [text for address in addresses for text in ("--shard", address)] if addresses else flags
-        ports = ("--http-port", "0", "--grpc-port", "0", "--shutdown-delay-s", "0")
-        return [*nodes, command("serve", "server", *ports, *serve_flags, *shards)]
+        return [*nodes, command("serve", "server", "--shutdown-delay-s", "0", *ANY_PORTS, *serve_flags, *shards)]
 
 
 def compared_arms(cards: Sequence[int], shards: Sequence[int], transports: Sequence[str]) -> list[ServedArm]:
@@ -230,9 +229,8 @@ def compare_cards(
     serve_flags = ("--workers", str(workers), "--dtype", dtype)
     with Generators() as generators:
         with progress_bars() as bars:
-            workload = open_workload(str(given["workload"]))
-            write = partial(write_random_snapshot, workload.spec, bench.folder / "store", seed=load.seed, progress=bars)
-            snapshot = write(golden=golden_of(write(), [workload]))
+            workload, store = open_workload(str(given["workload"])), bench.folder / "store"
+            snapshot = write_random_snapshot(workload.spec, store, seed=load.seed, workloads=[workload], progress=bars)
         measured = ArmMeasure(
             bench, generators, load, snapshot, ("--device", device), serve_flags, in_flight, bench.seconds(seconds),
             TOLERANCES[choose_dtype(dtype)],

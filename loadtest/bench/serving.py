@@ -49,7 +49,7 @@ from loadtest.workloads.catalog import (
     bench_workload,
 )
 from loadtest.workloads.payloads import APIS, Api
-from loadtest.workloads.prepare import golden_of, write_random_snapshot
+from loadtest.workloads.prepare import write_random_snapshot
 from router.plan import Plan
 from serving.cli import options as opts
 from serving.description import NumberFormat
@@ -326,14 +326,13 @@ def serving(
     with ExitStack() as stack:
         old = None if against is None else checked_checkout(against)
         click.echo(f"writing {rows} rows")
-        spec, store = bench_spec(shape, head), bench.folder / "store"
         workloads = [bench_workload(BenchWorkload(shape=shape, head=head, hotness=ids)) for ids in hotness]
         model = ServedModel(
             bench,
             stack.enter_context(Generators()),
             shape,
             head,
-            write_random_snapshot(spec, store, golden=golden_of(write_random_snapshot(spec, store), workloads)),
+            write_random_snapshot(bench_spec(shape, head), bench.folder / "store", workloads=workloads),
             choose_dtype(dtype),
             bench.seconds(seconds),
         )

@@ -111,8 +111,7 @@ def execute(run: Callable[[Path, Progress], Awaitable[Report]], json_file: Path 
     for detail in report.details if report.problems else ():
         click.echo(f"  {detail}")
     click.echo("not passed" if report.problems else "passed")
-    if json_file is not None:
-        write_document(report, json_file)
+    write_document(report, json_file)
     return 1 if report.problems else 0
 
 

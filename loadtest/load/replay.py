@@ -176,8 +176,7 @@ def execute(config: ReplayConfig, json_file: Path | None) -> int:
     settle_heap()
     with stopping_on_signals():
         result = event_loop().run(replay(config, prepared))
-    if json_file is not None:
-        write_document(result, json_file)
+    write_document(result, json_file)
     show_measured(result)
     click.echo(f"tolerance {result.tolerance:g}: {why}")
     return 0 if result.answered and not result.different else 1

@@ -53,7 +53,6 @@ MIN_MAX_LAG_MS = 2.0
 Float64Array = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.void]
 
-
 LIBRARIES = ("shardrank", "uvloop", "httptools", "grpcio")
 
 
@@ -85,9 +84,10 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
 
 
-def write_document(document: BaseModel, file: Path) -> None:
-    """Write a document as JSON. Raises OSError."""
-    file.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
+def write_document(document: BaseModel, file: Path | None) -> None:
+    """Write a document as JSON, if there is a file for it. Raises OSError."""
+    if file is not None:
+        file.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 class Percentiles(Frozen):

@@ -49,8 +49,7 @@ def execute(*, sweeps: bool, max_rate: float, max_failed_share: float, json_file
             result = run_sweep(generators, load, run, console, max_rate=max_rate)
         else:
             result = offered(generators, load, run, console)
-    if json_file is not None:
-        write_document(result, json_file)
+    write_document(result, json_file)
     show_result(result)
     if isinstance(result, SweepResult):
         return 0 if result.highest_rate is not None else 1

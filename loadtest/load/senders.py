@@ -24,7 +24,6 @@ from loadtest.workloads.payloads import Headers, Payload, Pool
 
 NEVER = -1.0
 """The time at which a request was sent that was not."""
-OK_STATUS = 200
 # Servers close connections that were idle for 5 s and more; a request may not meet that.
 IDLE_LIMIT_S = 4.0
 READ_BYTES = 1 << 16
@@ -191,9 +190,8 @@ class HttpSender(Sender):
     def __post_init__(self) -> None:
         self._heads = []
         for payload in self.payloads:
-            lines = [f"POST {payload.path} HTTP/1.1", f"host: {self.host}"]
-            lines.append(f"content-length: {len(payload.body)}")
-            lines += [f"{name}: {value}" for name, value in payload.headers]
+            headers = ("host", self.host), ("content-length", len(payload.body)), *payload.headers
+            lines = [f"POST {payload.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers)]
             # Without the empty line, so that headers can be added.
             self._heads.append(("\r\n".join(lines) + "\r\n").encode("latin-1"))
         self._free = asyncio.Semaphore(self.connections)
@@ -235,7 +233,7 @@ class HttpSender(Sender):
                 else:
                     writer.close()
         status, body = response.parser.get_status_code(), bytes(response.body)
-        if status == OK_STATUS:
+        if status == http.client.OK:
             return body
         return Failure(f"http_{status}", body.decode("utf-8", "replace"), response.retry_after)
 
@@ -283,9 +281,8 @@ class GrpcSender(Sender):
         request.sent = time.monotonic()
         left_s = max(request.deadline - request.sent, 0.001)
         try:
-            answer: bytes = await next(self._calls)[payload.path](
-                payload.body, timeout=left_s, metadata=next(self.headers)
-            )
+            call = next(self._calls)[payload.path]
+            answer: bytes = await call(payload.body, timeout=left_s, metadata=next(self.headers))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return Failure("timeout", error.details() or "")

@@ -8,6 +8,7 @@ import itertools
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -74,14 +75,14 @@ def as_golden(schema: RequestSchema, requests: Sequence[RankRequest], scores: Fl
     """Return requests with the scores, float32 [N], of all their candidates."""
     batch = merge(requests)
     bags, names, weights = batch.bags, schema.names, batch.bags.weights
-    lengths, values = (itertools.pairwise(starts.tolist()) for starts in (bags.bag_starts(), bags.value_starts()))
-    rows = {name: slice(*ends) for name, ends in zip(names, values, strict=True)}
+    lengths, rows = (
+        {name: slice(*ends) for name, ends in zip(names, itertools.pairwise(starts.tolist()), strict=True)}
+        for starts in (bags.bag_starts(), bags.value_starts())
+    )
     return GoldenRequests(
         num_candidates=np.array([request.num_candidates for request in requests], np.int32),
         values={name: bags.values[rows[name]] for name in names},
-        lengths={
-            name: bags.lengths[first:end].astype(np.int32) for name, (first, end) in zip(names, lengths, strict=True)
-        },
+        lengths={name: bags.lengths[lengths[name]].astype(np.int32) for name in names},
         weights={} if weights is None else {name: weights[rows[name]] for name in schema.weighted_names},
         context_dense=batch.context_dense,
         candidate_dense=batch.candidate_dense,
@@ -109,15 +110,17 @@ def write_random_snapshot(
     store: Path,
     *,
     seed: int = 0,
-    golden: GoldenRequests | None = None,
+    workloads: Sequence[Workload] = (),
     progress: Progress = no_progress,
 ) -> Path:
     """Write the next version of a model into a store, made if it is missing; return the snapshot's folder.
 
-    Raises OSError: the store can't be written; the same export goes on with what it has written. ExportError.
+    With workloads it has golden requests of them; without scores it is the version before, too. Raises OSError: the
+    store can't be written; the same export goes on with what it has written. ExportError.
     """
     store.mkdir(parents=True, exist_ok=True)
     tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in spec.tables}
     rows = {name: RandomRows(seed, name, *shape) for name, shape in tables.items()}
     dense, metadata = random_dense(spec, seed), {"source": "random rows", "seed": str(seed)}
-    return export_snapshot(store, spec, rows=rows, dense=dense, golden=golden, metadata=metadata, progress=progress)
+    export = partial(export_snapshot, store, spec, rows=rows, dense=dense, metadata=metadata, progress=progress)
+    return export(golden=golden_of(export(), workloads)) if workloads else export()
