@@ -323,19 +323,12 @@ def serving(
       shardrank loadtest bench serving --against ../before --json against.json
     """
     shape = BenchShape.of(rows, varied=True, side_split=side_split)
-    with ExitStack() as stack:
-        old = None if against is None else checked_checkout(against)
-        click.echo(f"writing {rows} rows")
-        workloads = [bench_workload(BenchWorkload(shape=shape, head=head, hotness=ids)) for ids in hotness]
-        model = ServedModel(
-            bench,
-            stack.enter_context(Generators()),
-            shape,
-            head,
-            write_random_snapshot(bench_spec(shape, head), bench.folder / "store", workloads=workloads),
-            choose_dtype(dtype),
-            bench.seconds(seconds),
-        )
+    old = None if against is None else checked_checkout(against)
+    click.echo(f"writing {rows} rows")
+    workloads = [bench_workload(BenchWorkload(shape=shape, head=head, hotness=ids)) for ids in hotness]
+    snapshot = write_random_snapshot(bench_spec(shape, head), bench.folder / "store", workloads=workloads)
+    with Generators() as generators:
+        model = ServedModel(bench, generators, shape, head, snapshot, choose_dtype(dtype), bench.seconds(seconds))
         if old is not None:
             measure_against(model, hotness, apis, old)
         else:
