@@ -90,11 +90,10 @@ class Changes:
 
     async def settle(self) -> None:
         """Wait until nothing goes on, and have as many versions ready as swaps may need. Raises LoadError."""
-        registry, address = self._fleet.registry, self._fleet.store
+        registry, address, store = self._fleet.registry, self._fleet.store, open_store(self._fleet.store)
         while len(self._versions) < self._seconds:
             made = self._snapshot.as_version(next(self._numbers))
-            put = partial(open_store(address).put, made.path, made.identity, renumbered=made.manifest)
-            await asyncio.to_thread(put)
+            await asyncio.to_thread(store.put, made.path, made.identity, renumbered=made.manifest)
             await register(registry, made, clock=time.time, store=address)
             self._versions.append(made.version)
         await retain(registry, address, self._snapshot.spec.model, keep=len(self._versions))
@@ -117,12 +116,8 @@ class Changes:
 
     def row_updates(self, portal: BlockingPortal) -> AbstractContextManager[None]:
         """Publish changed rows, from another process."""
-        url, spec, version = (
-            self._fleet.registry.registry.url,
-            self._snapshot.spec,
-            portal.call(self._fleet.live_version),
-        )
-        return training(url, spec.model, version, spec.tables[0], self._rows_per_s)
+        spec, version = self._snapshot.spec, portal.call(self._fleet.live_version)
+        return training(self._fleet.registry.registry.url, spec.model, version, spec.tables[0], self._rows_per_s)
 
     async def dense_steps(self, over: asyncio.Event) -> None:
         """Publish the dense weights, changed by one in a thousand."""
