@@ -26,7 +26,7 @@ from loader.registry.fleet import delta_stream
 from loader.snapshot.publishing import register, retain
 from loader.snapshot.reader import Snapshot
 from loader.stores import open_store
-from loadtest.bench.deltas import training
+from loadtest.bench.deltas import PUBLISHES_PER_S, training
 from loadtest.bench.harness import AT_RATE, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import side_split_option
 from loadtest.drill.config import UpdatingDrillConfig
@@ -70,6 +70,8 @@ class Changes:
     """What happens to a fleet, whose processes take turns; `seconds` are those of a measurement, with its warm-up."""
 
     def __init__(self, fleet: ServedFleet, snapshot: Snapshot, rows_per_s: int, seconds: float) -> None:
+        # No delta has a row twice.
+        rows_per_s = min(rows_per_s, snapshot.spec.tables[0].num_embeddings * PUBLISHES_PER_S)
         self._fleet, self._snapshot, self._rows_per_s, self._seconds = fleet, snapshot, rows_per_s, seconds
         self._numbers, self._steps = itertools.count(snapshot.version + 1), itertools.count(1)
         self._versions = deque[int]()

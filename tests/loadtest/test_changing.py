@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator
 
 import httpx
 import numpy as np
@@ -17,8 +16,10 @@ from click.testing import CliRunner
 from loader.registry.fleet import delta_stream
 from loader.snapshot.reader import Snapshot
 from loadtest import changing
-from loadtest.changing import Change, Changes, served_fleet
+from loadtest.changing import Changes, going_on
 from loadtest.cli import loadtest
+from loadtest.drill.config import UpdatingDrillConfig
+from loadtest.drill.fleet import ServedFleet, served_fleet
 from loadtest.peers.run import write_model
 from loadtest.workloads.catalog import BenchShape
 
@@ -33,36 +34,48 @@ def portal() -> Iterator[BlockingPortal]:
 
 
 @pytest.fixture(scope="module")
-def changes(portal, tmp_path_factory) -> Iterator[Changes]:
-    """What may happen to a fleet of one shard with two replicas, for measurements of two seconds."""
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+def snapshot(tmp_path_factory) -> Snapshot:
+    return Snapshot.open(write_model(tmp_path_factory.mktemp("changing"), SHAPE, [1])[0])
+
+
+@pytest.fixture(scope="module")
+def fleet(portal, snapshot) -> Iterator[ServedFleet]:
+    """One shard with two replicas."""
+    settings = UpdatingDrillConfig(shards=1, replicas=2, workers=1)
+    given = settings.model_dump(include={"shards", "replicas", "workers", "shard_node", "serve"})
+    store = snapshot.path.parent.parent
+    starting = served_fleet(store, snapshot.spec, registry=str(store.with_name("registry")), **given)
+    with portal.wrap_async_context_manager(starting) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def changes(portal, fleet, snapshot) -> Iterator[Changes]:
+    """What may happen to it, for measurements of two seconds."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(changing, "SETTLE_S", 0.1)
-        snapshot = Snapshot.open(write_model(tmp_path_factory.mktemp("changing"), SHAPE, [1])[0])
-        fleet = stack.enter_context(portal.wrap_async_context_manager(served_fleet(snapshot, 1, 2, 1)))
         changes = Changes(fleet, snapshot, 500, 2.0)
         portal.call(changes.settle)
         yield changes
 
 
-def go_on(portal: BlockingPortal, change: Change, seconds: float) -> None:
-    ended = portal.call(asyncio.Event)
-    going_on, _ = portal.start_task(change, ended)
-    time.sleep(seconds)
-    portal.call(ended.set)
-    going_on.result(60)
+def go_on(portal: BlockingPortal, change: Callable[[asyncio.Event], Awaitable[None]], seconds: float) -> None:
+    with going_on(portal, change):
+        time.sleep(seconds)
 
 
-def test_swaps_go_to_versions_that_were_there_before(portal, changes):
-    before = portal.call(changes.fleet.live_version)
+def test_swaps_go_to_versions_that_were_there_before(portal, fleet, changes):
+    before = portal.call(fleet.live_version)
     go_on(portal, changes.swaps, 0.1)
-    after = portal.call(changes.fleet.live_version)
+    after = portal.call(fleet.live_version)
     assert after > before
     assert portal.call(changes.lag) == ""
 
 
-def test_changed_rows_are_applied_before_anything_else_is_measured(portal, changes):
-    live, registry = portal.call(changes.fleet.live_version), changes.fleet.registry
-    go_on(portal, changes.row_updates, 0.5)
+def test_changed_rows_are_applied_before_anything_else_is_measured(portal, fleet, changes):
+    live, registry = portal.call(fleet.live_version), fleet.registry
+    with changes.row_updates(portal):
+        time.sleep(0.5)
     portal.call(changes.settle)
     last = portal.call(registry.registry.bounds, delta_stream(SHAPE_MODEL, live)).last
     assert last >= 1
@@ -70,10 +83,10 @@ def test_changed_rows_are_applied_before_anything_else_is_measured(portal, chang
     assert max(applied) == last
 
 
-def test_answers_are_of_the_last_dense_step(portal, changes):
+def test_answers_are_of_the_last_dense_step(portal, fleet, changes):
     go_on(portal, changes.dense_steps, 0.1)
     portal.call(changes.settle)
-    url = f"{changes.fleet.server.target('json')}/v1/models/{SHAPE_MODEL}:rank"
+    url = f"{fleet.server.target('json')}/v1/models/{SHAPE_MODEL}:rank"
     rng = np.random.default_rng(0)
     names = [f"feature-{number:03d}" for number in range(3)]
     context = {"sparse": {name: rng.integers(0, 500, 2).tolist() for name in names[:2]}, "dense": [0.1, 0.2]}
@@ -83,18 +96,17 @@ def test_answers_are_of_the_last_dense_step(portal, changes):
     assert len(answer["scores"]) == 2
 
 
-def test_processes_take_turns_in_being_killed_and_restarted(portal, changes):
-    before = changes.fleet.process_ids()
+def test_processes_take_turns_in_being_killed_and_restarted(portal, fleet, changes):
+    before = fleet.process_ids()
     go_on(portal, changes.kill, 0.8)
     portal.call(changes.settle)
-    killed = {name for name, number in changes.fleet.process_ids().items() if number != before[name]}
+    killed = {name for name, number in fleet.process_ids().items() if number != before[name]}
     assert killed == {"shard-0-0"}
-    before = changes.fleet.process_ids()
+    before = fleet.process_ids()
     go_on(portal, changes.restarts, 0.1)
     portal.call(changes.settle)
-    restarted = {name for name, number in changes.fleet.process_ids().items() if number != before[name]}
+    restarted = {name for name, number in fleet.process_ids().items() if number != before[name]}
     assert restarted == {"coordinator"}
-    assert [changes.next_of("shard-"), changes.next_of("shard-")] == ["shard-0-1", "shard-0-0"]
 
 
 @pytest.mark.nightly
