@@ -54,10 +54,7 @@ def kept_rows(table: str, counts: npt.NDArray[np.integer[Any]], keep_share: floa
 
 
 def choose_rows(
-    table: str,
-    counts: npt.NDArray[np.integer[Any]],
-    keep_share: float,
-    also: npt.NDArray[np.integer[Any]] | None,
+    table: str, counts: npt.NDArray[np.integer[Any]], keep_share: float, also: npt.NDArray[np.integer[Any]] | None
 ) -> npt.NDArray[np.bool_]:
     """Return which rows of a table stay when it is pruned: bool [num_embeddings]. Raises ExportError as `kept_rows`.
 

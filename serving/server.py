@@ -52,10 +52,7 @@ _ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
 
 @contextlib.asynccontextmanager
 async def running_server(
-    service: RankingService,
-    config: ServeConfig,
-    tls: TlsConfig | None = None,
-    drain_timeout_s: float = DRAIN_TIMEOUT_S,
+    service: RankingService, config: ServeConfig, tls: TlsConfig | None = None, drain_timeout_s: float = DRAIN_TIMEOUT_S
 ) -> AsyncIterator[Listening]:
     """Listen while the block runs, with `tls` or as plain text. Raises ConfigError if a port can't be bound.
 

@@ -35,16 +35,7 @@ from loader.rollout.coverage import (
     step_blockers,
 )
 from loader.rollout.guards import compare
-from loader.rollout.plan import (
-    OnRecord,
-    Rollout,
-    Step,
-    advanced,
-    changed,
-    read_rollout,
-    undone,
-    wanted_in_step,
-)
+from loader.rollout.plan import OnRecord, Rollout, Step, advanced, changed, read_rollout, undone, wanted_in_step
 
 logger = logging.getLogger(__name__)
 

@@ -44,14 +44,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, Final
 
-from loader.errors import (
-    ExportError,
-    SnapshotCorruptError,
-    SnapshotExistsError,
-    SnapshotNotFoundError,
-    StoreError,
-    cut,
-)
+from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError, SnapshotNotFoundError, StoreError, cut
 from loader.progress import Progress, all_or_first_error, counting, no_progress
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,

@@ -11,14 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from loader.errors import ShardrankError
-from serving.errors import (
-    MAX_MESSAGE_CHARS,
-    RETRY_AFTER_S,
-    InvalidRequestError,
-    error_document,
-    malformed,
-    printable,
-)
+from serving.errors import MAX_MESSAGE_CHARS, RETRY_AFTER_S, InvalidRequestError, error_document, malformed, printable
 
 logger = logging.getLogger(__name__)
 

@@ -71,10 +71,7 @@ class Tokens:
     """
 
     def __init__(
-        self,
-        path: Path,
-        clock: Callable[[], float] = time.monotonic,
-        note: Callable[[str], object] = lambda kind: None,
+        self, path: Path, clock: Callable[[], float] = time.monotonic, note: Callable[[str], object] = lambda kind: None
     ) -> None:
         def read() -> list[tuple[bytes, TokenEntry]]:
             return [(bytes.fromhex(entry.sha256), entry) for entry in read_tokens(path).tokens]

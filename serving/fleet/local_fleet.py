@@ -17,14 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from loader.registry import open_registry
-from loader.registry.fleet import (
-    COORDINATOR_LOCK,
-    FLEET,
-    FleetRecord,
-    FleetRegistry,
-    NodeRecord,
-    WantedModel,
-)
+from loader.registry.fleet import COORDINATOR_LOCK, FLEET, FleetRecord, FleetRegistry, NodeRecord, WantedModel
 from loader.rollout.coverage import answering_version
 from loader.rollout.plan import read_rollout
 from loader.snapshot.publishing import fall_back, newest, register
@@ -35,14 +28,7 @@ from router.plan import Plan
 from serving.cli import settings
 from serving.errors import FleetError
 from serving.fleet.config import FleetConfig
-from serving.fleet.supervisor import (
-    ChildSpec,
-    NotYetError,
-    RefusedError,
-    Supervisor,
-    configured_command,
-    supervised,
-)
+from serving.fleet.supervisor import ChildSpec, NotYetError, RefusedError, Supervisor, configured_command, supervised
 from serving.fleet.workers import Listening, reserved_ports, worker_specs
 from shard_node.wire.address import Address
 

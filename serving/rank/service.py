@@ -19,14 +19,7 @@ from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from loader.progress import BeginThread, begin_thread
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError
-from serving.formats.requests import (
-    Buffer,
-    Codec,
-    Encoded,
-    LookupRequest,
-    RankRequest,
-    Response,
-)
+from serving.formats.requests import Buffer, Codec, Encoded, LookupRequest, RankRequest, Response
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
 from serving.observe.access import AccessLog
