@@ -93,24 +93,16 @@ class UnavailableError(ShardrankError, http_status=503, grpc_status="UNAVAILABLE
     """The server was not reached, is not ready, or is ending."""
 
 
-class OverloadedError(
-    ShardrankError,
-    http_status=503,
-    grpc_status="RESOURCE_EXHAUSTED",
-    kind="overloaded",
-    kinds={"buffer_full": (429, "RESOURCE_EXHAUSTED")},
-):
+class OverloadedError(ShardrankError, http_status=503, grpc_status="RESOURCE_EXHAUSTED", kind="overloaded"):
     """Too much is in flight, waits or is buffered. Nothing was started, so the request may be sent again."""
 
+    kinds: ClassVar = {"buffer_full": (429, "RESOURCE_EXHAUSTED")}
 
-class DeadlineExceededError(
-    ShardrankError,
-    http_status=504,
-    grpc_status="DEADLINE_EXCEEDED",
-    kind="deadline_exceeded",
-    kinds={"request_timeout": (408, "DEADLINE_EXCEEDED")},
-):
+
+class DeadlineExceededError(ShardrankError, http_status=504, grpc_status="DEADLINE_EXCEEDED", kind="deadline_exceeded"):
     """The deadline passed before the answer was complete, or (`request_timeout`) before the request was."""
+
+    kinds: ClassVar = {"request_timeout": (408, "DEADLINE_EXCEEDED")}
 
 
 class SnapshotError(ShardrankError, http_status=422, grpc_status="FAILED_PRECONDITION", kind="bad_snapshot"):
@@ -133,20 +125,18 @@ class SnapshotExistsError(SnapshotError, http_status=409, grpc_status="ALREADY_E
     """A version can't be written a second time."""
 
 
-class StoreError(
-    ShardrankError,
-    kind="store_access",
-    kinds={
-        "store_url": (400, "INVALID_ARGUMENT"),
-        "store_unavailable": (503, "UNAVAILABLE"),
-        "store_cache": (507, "RESOURCE_EXHAUSTED"),
-    },
-):
+class StoreError(ShardrankError, kind="store_access"):
     """A store at a URL refuses: credentials, rights, or a bucket that does not exist.
 
     Other kinds: `store_url`, no URL of a store, or one that needs what is not installed; `store_unavailable`, no answer
     in time; `store_cache`, the local cache has no room for a version, or can't be written.
     """
+
+    kinds: ClassVar = {
+        "store_url": (400, "INVALID_ARGUMENT"),
+        "store_unavailable": (503, "UNAVAILABLE"),
+        "store_cache": (507, "RESOURCE_EXHAUSTED"),
+    }
 
 
 class ExportError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_export"):
@@ -185,18 +175,14 @@ class StreamSequenceError(RegistryError, http_status=409, grpc_status="OUT_OF_RA
     """An entry that does not go on from the end of its stream, or of a format that is over there."""
 
 
-class DeltaError(
-    ShardrankError,
-    http_status=409,
-    grpc_status="FAILED_PRECONDITION",
-    kind="bad_delta",
-    kinds={"delta_gap": (409, "OUT_OF_RANGE")},
-):
+class DeltaError(ShardrankError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="bad_delta"):
     """Changed rows that must not be applied.
 
     `delta_base`: of a version that this one is not, and does not continue. `delta_gap`: not the next delta.
     `delta_fork`: the stream does not go on from what was applied.
     """
+
+    kinds: ClassVar = {"delta_gap": (409, "OUT_OF_RANGE")}
 
 
 class DeltaFormatError(DeltaError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="delta_format"):

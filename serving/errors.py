@@ -19,7 +19,7 @@ shed OverloadedError, what is not ready UnavailableError, and what is wrong with
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from loader.errors import ShardrankError, UnavailableError
 
@@ -36,12 +36,16 @@ def printable(text: str, max_chars: int) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-class InvalidRequestError(
-    ShardrankError,
-    http_status=400,
-    grpc_status="INVALID_ARGUMENT",
-    kind="bad_request",
-    kinds={
+class InvalidRequestError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="bad_request"):
+    """The request can't be answered as it is, now or later.
+
+    Args:
+        field: path of the part that is wrong, such as `candidates.sparse.film_id[3][0]`; "" for the whole request.
+        problem: with the value and what is allowed.
+        known: as of `ShardrankError`; docs/api.md has all kinds.
+    """
+
+    kinds: ClassVar = {
         "body_too_large": (413, "INVALID_ARGUMENT"),
         "schema_digest": (409, "FAILED_PRECONDITION"),
         "ambiguous_inputs": (400, "FAILED_PRECONDITION"),
@@ -51,15 +55,7 @@ class InvalidRequestError(
         "header_too_large": (431, "RESOURCE_EXHAUSTED"),
         # The client closed the connection before it was answered. Nobody reads this error; metrics count it.
         "client_gone": (499, "CANCELLED"),
-    },
-):
-    """The request can't be answered as it is, now or later.
-
-    Args:
-        field: path of the part that is wrong, such as `candidates.sparse.film_id[3][0]`; "" for the whole request.
-        problem: with the value and what is allowed.
-        known: as of `ShardrankError`; docs/api.md has all kinds.
-    """
+    }
 
     def __init__(self, field: str, problem: str, **known: Any) -> None:
         # What a client sent stands in here, so it is cut short, and made text that every encoding can carry.
@@ -95,14 +91,10 @@ class PermissionDeniedError(ShardrankError, kind="permission_denied", http_statu
     """A token whose scope does not reach as far as the request."""
 
 
-class NotFoundError(
-    ShardrankError,
-    kind="not_found",
-    http_status=404,
-    grpc_status="NOT_FOUND",
-    kinds={"no_such_route": (404, "UNIMPLEMENTED")},
-):
+class NotFoundError(ShardrankError, kind="not_found", http_status=404, grpc_status="NOT_FOUND"):
     """No such model or version, route, or service to be healthy."""
+
+    kinds: ClassVar = {"no_such_route": (404, "UNIMPLEMENTED")}
 
 
 class InternalError(ShardrankError):
