@@ -235,8 +235,7 @@ async def _rank(
     top: list[tuple[str, str, float]] = []
     for scheme in get_args(Literal["http", "grpc"]):
         # A request that fails is counted, so none is sent again.
-        retry = RetryPolicy(max_attempts=1)
-        async with AsyncClient(url_of(at, scheme), timeout_ms=TIMEOUT_MS, retry=retry) as client:
+        async with AsyncClient(url_of(at, scheme), timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1)) as client:
             with progress_bars() as bars:
                 answers[scheme] = await rank_all(scheme, client, version, expected.labelled.requests, bars)
             if scheme == "http":

@@ -47,7 +47,6 @@ _WORKER_NOTE = (
 )
 DRAIN_TIMEOUT_S: Final = 10.0
 """How long requests in flight may take once a server stops."""
-_ALPN = {"http": ("http/1.1",), "grpc": ("h2",)}
 
 
 @contextlib.asynccontextmanager
@@ -100,7 +99,7 @@ def _protection(
     tokens = None
     if config.tokens is not None:
         tokens = Tokens(config.tokens, note=partial(service.metrics.failed, api, "authorization"))
-    return tokens, None if tls is None else server_context(tls, alpn=_ALPN[api])
+    return tokens, None if tls is None else server_context(tls, alpn=("http/1.1",) if api == "http" else ("h2",))
 
 
 async def serve(

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S: Final = 5.0
 """How long SIGTERM lets requests in flight end."""
 JOIN_RETRY_S: Final = 0.5
-_JOINING: Final = {"": "it has not joined its fleet yet"}
 
 
 def run_shard_node(options: ShardNodeConfig, tls: TlsConfig | None) -> None:
@@ -84,7 +83,7 @@ async def serve_shard(
     """
     (index, num_shards), fleet = options.shard, membership.fleet
     is_alone, plan = membership.version is not None, settings.read_plan(options, membership.agent.models or ())
-    node.problems = lambda: _JOINING
+    node.problems = lambda: {"": "it has not joined its fleet yet"}
     async with AsyncExitStack() as stack:
         stack.push_async_callback(fleet.registry.close)
         # Where a lookup may have to wait for a disk or a card, the event loop never pools.

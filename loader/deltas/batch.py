@@ -93,8 +93,7 @@ def encode_checked(table: TableSpec, floats: Float32Array, where: str, numbers: 
     Raises DeltaFormatError, with `where` and the row's number, for values that the table's dtype can't hold.
     """
     slices: list[ByteArray] = []
-    columns = np.split(floats, _cuts(table.slice_dims), axis=1)
-    for dim, part in zip(table.slice_dims, columns, strict=True):
+    for dim, part in zip(table.slice_dims, np.split(floats, _cuts(table.slice_dims), axis=1), strict=True):
         codec = RowCodec(table.dtype, dim)
         stored = codec.encode(part) if numbers.size else np.zeros((0, codec.row_bytes), np.uint8)
         if (bad := codec.first_non_finite(stored)) is not None:

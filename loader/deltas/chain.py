@@ -170,8 +170,7 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
         begins, numbers, view = ends - sizes, wanted.tolist(), memoryview(data)
         if sizes.min() < PART_BYTES:
             raise DeltaFormatError(f"{where}: a part of {sizes.min()} bytes; at least {PART_BYTES} are needed")
-        header_bytes = np.frombuffer(data, np.uint8)[begins[:, None] + np.arange(PART_BYTES)]
-        headers = header_bytes.view(_PART)[:, 0]
+        headers = np.frombuffer(data, np.uint8)[begins[:, None] + np.arange(PART_BYTES)].view(_PART)[:, 0]
         contents = map(view.__getitem__, map(slice, (begins + DIGEST_BYTES).tolist(), ends.tolist()))
         digests = list(map(digest_of, contents))
         for number, digest, stated in zip(numbers, digests, headers["digest"].tolist(), strict=True):

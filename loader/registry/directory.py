@@ -485,5 +485,4 @@ class DirectoryRegistry:
         return False
 
     def _stream(self, stream: str) -> _Stream:
-        path = self.path / "streams" / f"{check_stream(stream)}{_SUFFIX}"
-        return _Stream(self._files, path, self._lock_timeout_s)
+        return _Stream(self._files, self.path / "streams" / f"{check_stream(stream)}{_SUFFIX}", self._lock_timeout_s)

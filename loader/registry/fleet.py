@@ -526,8 +526,7 @@ class FleetRegistry:
         return parse_record(key, entry.value, schema) if entry is not None else None
 
     async def _entries(self, prefix: str, schema: type[R]) -> list[R]:
-        entries = await self.registry.entries(prefix)
-        return [parse_record(key, entry.value, schema) for key, entry in entries.items()]
+        return [parse_record(key, entry.value, schema) for key, entry in (await self.registry.entries(prefix)).items()]
 
     async def _put_later_step(self, area: str, record: DenseStep) -> DenseStep:
         """Write a step unless there is the same or a later one; return what is on record then."""

@@ -212,8 +212,7 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
             model,
             lambda now: now and now.model_copy(update={"num_shards": now.divided(before).num_shards | now.num_shards}),
         )
-    changed = record.model_copy(update={"num_shards": num_shards})
-    await fleet.registry.put(FLEET, changed.encode(), entry.revision)
+    await fleet.registry.put(FLEET, record.model_copy(update={"num_shards": num_shards}).encode(), entry.revision)
 
 
 def _check_nodes(everyone: FleetView, view: FleetView, model: str, wanted: WantedModel | None) -> None:

@@ -134,8 +134,7 @@ class GoldenRequests:
             raise ExportError(f"golden requests: outputs: expected {named}, got {sorted(self.outputs)}")
         tensors = self.to_tensors()
         num_ids = {name: int(self.lengths[name].sum(dtype=np.int64)) for name in names}
-        shapes = _expected(spec, len(counts), int(counts.sum(dtype=np.int64)), num_ids)
-        for name, (dtype, shape) in shapes.items():
+        for name, (dtype, shape) in _expected(spec, len(counts), int(counts.sum(dtype=np.int64)), num_ids).items():
             array, expected = tensors[name], f"{_DTYPES[dtype]} {list(shape)}"
             if (got := f"{array.dtype} {list(array.shape)}") != expected:
                 raise ExportError(f"golden requests: {name}: expected {expected}, got {got}")

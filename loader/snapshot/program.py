@@ -35,7 +35,6 @@ _CONFIGS: Final = {
     "constants": "data/constants/model_constants_config.json",
 }
 _PREFIXES: Final = {"weights": "weight_", "constants": "tensor_"}
-_PACKAGE: Final = "data/aotinductor/"
 _FRAME = frozenset({"archive_format", "archive_version", "byteorder", "version", ".data/version"})
 _FRAME_WRITTEN_BY_TORCH = frozenset({"byteorder", "version", ".data/version", ".data/serialization_id"})
 _TENSOR = re.compile(r"data/(?:weights/weight|constants/tensor)_\d{1,6}")
@@ -68,7 +67,7 @@ class ProgramArchive:
         except _NOT_READ as error:
             raise self._refused(f"it is no zip archive: {error}") from error
         self._check_names(len(content))
-        if any(name.startswith(_PACKAGE) for name in self.members):
+        if any(name.startswith("data/aotinductor/") for name in self.members):
             problem = "it is a package that AOTInductor compiled, which is no longer served; export the program itself"
             raise self._refused(f"{problem}: {_INSTRUCTION}")
         program, sample = self._json(_PROGRAM), self.members.get(_SAMPLE_INPUTS)

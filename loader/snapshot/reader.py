@@ -201,8 +201,7 @@ class Snapshot:
         # A stream that this version begins, the other one begins.
         base = None if self.manifest.delta_base == self.version else self.manifest.delta_base
         manifest = self.manifest.model_copy(update={"version": version, "delta_base": base})
-        identity = manifest_texts(manifest)[CHECKSUM_NAME].split()[0]
-        return Snapshot(self.path, manifest, identity, self._headers)
+        return Snapshot(self.path, manifest, manifest_texts(manifest)[CHECKSUM_NAME].split()[0], self._headers)
 
     @property
     def size_bytes(self) -> int:

@@ -219,8 +219,7 @@ def _small_files(
         files[_DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
         _check_limits("dense", files[_DENSE_PATH], MAX_DENSE_BYTES)
     elif not is_program:
-        kind = spec.dense_model.kind
-        raise ExportError(f"dense: the spec's dense_model is {kind}: expected tensors, got a program")
+        raise ExportError(f"dense: the spec's dense_model is {spec.dense_model.kind}: expected tensors, got a program")
     else:
         content = program_bytes(dense)
         if len(content) > MAX_DENSE_BYTES:

@@ -183,8 +183,7 @@ class LookupProfile:
                 bags = requests if spec.feature(name).side == "context" else candidates
                 mean = self.hotness.get(name, 1.0)
                 # A bag of what is not pooled is one id.
-                is_pooled = spec.pooling_of(name) != "none"
-                lengths.append((mean * share, bags) if is_pooled else (share, bags * mean))
+                lengths.append((mean * share, bags) if spec.pooling_of(name) != "none" else (share, bags * mean))
             values, all_bags = sum(bags * ids for ids, bags in lengths), sum(bags for _, bags in lengths)
             lookups.append(TableLookups(float(values), float(all_bags), max(lengths)[0], tuple(lengths)))
         return tuple(lookups)

@@ -115,8 +115,7 @@ def _codec(route: re.Match[str], fields: Fields) -> tuple[Codec, tuple[str, ...]
     model = route["model"]
     if model is None:
         length = _text(fields, b"inference-header-content-length")
-        infer = InferHttpCodec(model=route["infer"], version_name=route["version"] or "", header_length=length)
-        return infer, CODINGS
+        return InferHttpCodec(model=route["infer"], version_name=route["version"] or "", header_length=length), CODINGS
     method: Literal["rank", "lookup"] = "rank" if route["method"] == "rank" else "lookup"
     content_type = fields.get(b"content-type", b"")
     if content_type == PROTOBUF or content_type.partition(b";")[0].strip().lower() == PROTOBUF:

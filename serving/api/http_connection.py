@@ -64,7 +64,6 @@ _CHUNK_LINE_BYTES = 20
 # Of a chunked body, parsed at once: small chunks cost a microsecond each.
 _CHUNKED_BYTES = 2**14
 _END = b"\r\n\r\n"
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _UPGRADE = re.compile(rb"\r\n(?i:upgrade):[^\r]*+")
 
 
@@ -227,7 +226,7 @@ class HttpConnection(Accepted, HttpToolsProtocol):
             self._answer(error)
         elif exchange.respond is not None:
             if self.expect_100_continue:
-                self.transport.write(_CONTINUE)
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         else:
             self.cycle = RequestResponseCycle(
                 scope=scope,

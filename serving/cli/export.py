@@ -230,8 +230,7 @@ class Pruned(NamedTuple):
 
 def _why_whole(table: TableDescription, *, is_trained_so: bool) -> str:
     """Return why no row of a table can be left out; "" if rows can. `is_trained_so`: its blocks are given."""
-    is_uneven = len({one.dim or table.embedding_dim for one in table.blocks}) > 1
-    if is_trained_so or is_uneven:
+    if is_trained_so or len({one.dim or table.embedding_dim for one in table.blocks}) > 1:
         return "training divided it into blocks"
     if table.id_mapping.kind == "quotient_remainder":
         return "by quotient_remainder a row is of many ids"

@@ -24,8 +24,6 @@ DEFAULT_NETWORK_GB_PER_S = 12.5
 DEFAULT_NETWORK_US = 20.0
 """100 Gb/s Ethernet, and a round trip through a switch and two kernels: assumed."""
 
-_BOUNDS = ("ge", "gt", "le")
-
 
 class FiniteRange(click.FloatRange):
     """A number within bounds, which neither `nan` nor `inf` is."""
@@ -210,7 +208,7 @@ def setting_option(schema: type[Settings], name: str, **more: Any) -> Option:
     """Declare the option of a setting: help, type, bounds and default are the field's; `more` of `click.option`."""
     field, metavar = schema.model_fields[name], schema.metavar(name)
     kind, flag, text = plain_type(field), schema.flag(name), str(more.pop("help", schema.help(name)))
-    bounds = {bound: getattr(rule, bound) for rule in field.metadata for bound in _BOUNDS if hasattr(rule, bound)}
+    bounds = {end: getattr(rule, end) for rule in field.metadata for end in ("ge", "gt", "le") if hasattr(rule, end)}
     default = more.pop("default", None if field.is_required() else field.default)
     value_type: Any = None
     if kind in (tuple, dict):

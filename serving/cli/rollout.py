@@ -85,8 +85,7 @@ def publish(snapshot: str | Path, store: StorePlace | None, as_json: bool, **opt
 
     async def work(fleet: FleetRegistry) -> tuple[Publication, Retained | None]:
         checks = {"trust_exported": options["trust_exported"], "may_be_unchecked": True, "progress": bars}
-        verify = partial(verify_as_server, **checks)
-        flags = {"as_next": options["as_next"], "verify": verify, "progress": bars}
+        flags = {"as_next": options["as_next"], "verify": partial(verify_as_server, **checks), "progress": bars}
         done = await publishing.publish(fleet, folder, where, clock=time.time, **flags)
         retain = options["retain"]
         return done, None if retain is None else await publishing.retain(fleet, where, done.record.model, retain)

@@ -137,8 +137,7 @@ def inspect(as_json: bool, **named: Any) -> None:
     """
     from loader.snapshot.reader import Snapshot
 
-    found = _inspection(Snapshot.open(snapshot_folder(**named), verify=False))
-    (print_json if as_json else print_document)(found)
+    (print_json if as_json else print_document)(_inspection(Snapshot.open(snapshot_folder(**named), verify=False)))
 
 
 def _inspection(snapshot: Snapshot) -> dict[str, Any]:

@@ -42,7 +42,6 @@ T = TypeVar("T")
 MAX_LAYOUTS = 64
 EJECTION_S = 1.0
 """For so long an address that failed comes after the others; then one request at a time tries it."""
-_TOO_MANY = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +257,7 @@ class Requests:
             await server.transport.close()
 
     async def _described(self, model: str, version: int | None, ends: float) -> ranking_pb2.GetModelResponse:
-        options = {"model": model, "version": version}
-        data = await self._send("GetModel", ranking_pb2.GetModelRequest(), options, ends)
+        data = await self._send("GetModel", ranking_pb2.GetModelRequest(), {"model": model, "version": version}, ends)
         return read_message(ranking_pb2.GetModelResponse, data)
 
     def _closed(self) -> UnavailableError | None:
@@ -353,7 +351,7 @@ class Requests:
 
 
 def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, Real) or not 1 <= float(value) < _TOO_MANY:
+    if not isinstance(value, Real) or not 1 <= float(value) < 2**32:
         raise invalid_field(name, f"{value!r:.80} is not a number of 1 or more, and below 2^32")
 
 

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Set
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -73,7 +73,6 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-_DEFAULT_PORTS = (80, 443)
 _NO_TOKENS = "rolling back needs an admin token, and this process was started without --tokens"
 
 SLOT_S = 5.0
@@ -119,8 +118,7 @@ class History:
         for node in nodes:
             for report in node.versions:
                 if report.stats is not None:
-                    source = node.node_id, node.process_id, report.model, report.version
-                    self._add(source, _counted(report.stats, report.hot))
+                    self._add((node.node_id, node.process_id, report.model, report.version), report.stats, report.hot)
         while len(self._last) > MAX_SOURCES:
             del self._last[next(iter(self._last))]
         self._slot, self._observed_at = slot, now
@@ -152,7 +150,12 @@ class History:
         rates = {"requests_per_s": requests / (len(known) * self.slot_s)}
         return {**rates, "error_rate": errors / requests if requests else None, **numbers}
 
-    def _add(self, source: _Source, counts: Counts) -> None:
+    def _add(self, source: _Source, stats: VersionStats, hot: HotReport | None) -> None:
+        # One of another release may have other buckets: what it has beyond these would be shown as the last one.
+        latencies = stats.latency_counts[: _NONE.size - _LATENCIES]
+        lookups = (0, 0) if hot is None else (hot.lookups, hot.hits)
+        counts = _NONE.copy()
+        counts[: _LATENCIES + len(latencies)] = (stats.requests, stats.errors, *lookups, *latencies)
         # Taken out and put in again, so that those that have ended are the first.
         before = self._last.pop(source, None)
         self._last[source] = counts
@@ -160,15 +163,6 @@ class History:
         news = counts if before is None or (counts < before).any() else counts - before
         if (slot := self._slots[-1]) is not None and news.any():
             slot[source[2:]] = slot.get(source[2:], _NONE) + news
-
-
-def _counted(stats: VersionStats, hot: HotReport | None) -> Counts:
-    # One of another release may have other buckets: what it has beyond these would be shown as the last one.
-    latencies = stats.latency_counts[: _NONE.size - _LATENCIES]
-    lookups = (0, 0) if hot is None else (hot.lookups, hot.hits)
-    counts = _NONE.copy()
-    counts[: _LATENCIES + len(latencies)] = (stats.requests, stats.errors, *lookups, *latencies)
-    return counts
 
 
 def _numbers(counts: Counts | None) -> dict[str, float | None]:
@@ -344,11 +338,9 @@ class Board:
         while True:
             await self.update()
             await asyncio.sleep(WATCHED_S)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(UNWATCHED_S - WATCHED_S):
                     await self._wake.wait()
-            except TimeoutError:
-                pass
             self._wake.clear()
 
     async def update(self) -> None:
@@ -411,7 +403,7 @@ async def check_host(request: Request) -> None:
     A page from elsewhere could have its own name resolved to this machine, and then read and ask as this port's page.
     """
     host, port = request.headers.get("host", "").lower(), request.scope["server"][1]
-    has_port = host.rpartition(":")[2].isdecimal() or port not in _DEFAULT_PORTS
+    has_port = host.rpartition(":")[2].isdecimal() or port not in (80, 443)
     try:
         address = Address.parse(host if has_port else f"{host}:{port}")
     except ConfigError:

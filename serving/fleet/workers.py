@@ -219,8 +219,7 @@ class Membership:
                 options = options.model_copy(update={"version": readable.version})
         folder = settings.member_folder(options)
         place = folder.parent.parent if store is None or isinstance(store, Path) else store
-        snapshot = Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path))
-        version = version_record(snapshot, time.time())
+        version = version_record(Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path)), time.time())
         fleet = single_process_fleet(f"process {os.getpid()}", version)
         agent = AgentConfig.for_only_process(version.model, options.stage_retry_s)
         return cls(fleet, lambda: fleet.registry, place, agent, version)

@@ -123,7 +123,6 @@ class Tensor(msgspec.Struct):
 
 _Parameters = TypeVar("_Parameters", Parameters, TensorParameters)
 _ORIGIN = ("dense_step", "delta_sequence", "age_ms")  # parameters of a response: which weights and rows gave it
-_INTEGERS = ("INT64", "INT32")
 _DTYPES = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}
 
 
@@ -242,7 +241,7 @@ class InferCodec(Codec, eq=False):
         for tensor, count in tensors:
             data: Any = tensor.data
             if type(data) is not memoryview or tensor.datatype != datatype or len(data) != count * dtype.itemsize:
-                data = self._elements(tensor, count, _INTEGERS if datatype == "INT64" else ("FP32",))
+                data = self._elements(tensor, count, ("INT64", "INT32") if datatype == "INT64" else ("FP32",))
                 if tensor.datatype == "INT32":
                     data = np.frombuffer(data, "<i4").astype("<i8").data
             buffers.append(data)
@@ -371,8 +370,7 @@ class InferHttpCodec(InferCodec, eq=False):
             raise limit_exceeded("", "max_json_bytes", allowed, start, "bytes of JSON", kind="body_too_large")
         header = view[:start]
         if count_above(header, _BRACE, _MAX_OBJECTS):
-            problem = f"more than {_MAX_OBJECTS} objects; at most {MAX_INPUTS} inputs are taken"
-            raise invalid_field("inputs", problem)
+            raise invalid_field("inputs", f"more than {_MAX_OBJECTS} objects; at most {MAX_INPUTS} inputs are taken")
         try:
             decoded = _BODY.decode(header)
         except (msgspec.ValidationError, RecursionError) as error:

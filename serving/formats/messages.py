@@ -38,7 +38,6 @@ from shard_node.bags import Float32Array, KeyedBags
 
 CONTENT_TYPE = "application/x-protobuf"
 _NAMES = {"rank": "shardrank.v1.RankRequest", "lookup": "shardrank.v1.LookupRequest"}
-_UINT32 = 2**32 - 1
 _FIELDS: dict[Method, dict[int, str]] = {
     "rank": tags_of(ranking_pb2.RankRequest),
     "lookup": tags_of(ranking_pb2.LookupRequest),
@@ -89,7 +88,7 @@ class MessageCodec(Codec, eq=False):
         version = signed(numbers["version"]) if "version" in numbers else None
         # Of these 0 is as good as absent.
         timeout_ms, top_k, num_candidates = (
-            numbers.get(name, 0) & _UINT32 or None for name in ("timeout_ms", "top_k", "num_candidates")
+            numbers.get(name, 0) & 0xFFFF_FFFF or None for name in ("timeout_ms", "top_k", "num_candidates")
         )
         bounds = [signed(numbers[name]) if name in numbers else None for name in ("max_age_ms", "min_sequence")]
         timeout_s, bound = check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds)
@@ -211,8 +210,7 @@ class MessageCodec(Codec, eq=False):
         texts: list[str],
     ) -> RankRequest:
         if context.size != schema.num_context_dense:
-            problem = f"{context.size} values, the model takes {schema.num_context_dense}"
-            raise count_mismatch("context.dense", problem)
+            raise count_mismatch("context.dense", f"{context.size} values, the model takes {schema.num_context_dense}")
         if candidates.size != count * (width := schema.num_candidate_dense):
             needed = f"{count} candidates of {width} values need {count * width}"
             raise count_mismatch("candidates.dense", f"{candidates.size} values; {needed}")

@@ -22,9 +22,6 @@ _FIXED_BYTES = {1: 8, 5: 4}
 _WIRE_TYPES = {1: 1, 2: 5, 6: 1, 7: 5, 9: LENGTH, 11: LENGTH, 12: LENGTH, 15: 5, 16: 1}
 MAX_VARINT_BYTES = 10
 MAX_TEXT_BYTES = 4096
-_UINT64 = (1 << 64) - 1
-_INT64_SIGN = 1 << 63
-_MAX_TAG = (1 << 32) - 1
 
 
 class ProtobufMessage:
@@ -55,7 +52,7 @@ class ProtobufMessage:
             if tag > 127:
                 tag, at = self._varint(at - 1, end)
             kind = tag & 7
-            if not 8 <= tag <= _MAX_TAG:
+            if not 8 <= tag < 1 << 32:
                 raise self.malformed("a field has a number that there is not")
             if kind == LENGTH:
                 size, at = (data[at], at + 1) if at < end and data[at] < 128 else self._varint(at, end)
@@ -114,7 +111,7 @@ class ProtobufMessage:
             byte = data[position]
             value |= (byte & 127) << shift
             if byte < 128:
-                return value & _UINT64, position + 1
+                return value & 0xFFFF_FFFF_FFFF_FFFF, position + 1
             shift += 7
         raise self.malformed("a varint that does not end")
 
@@ -131,7 +128,7 @@ def tags_of(message: type[Generated]) -> dict[int, str]:
 
 def signed(value: int) -> int:
     """Return an int64 from the unsigned integer that a varint gives."""
-    return value - (1 << 64) if value & _INT64_SIGN else value
+    return value - (1 << 64) if value >> 63 else value
 
 
 def encode_varint(value: int) -> bytes:

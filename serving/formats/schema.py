@@ -165,8 +165,7 @@ class RequestSchema:
         shown = str(list(names))
         if len(names) > MAX_NAMES_SHOWN:
             shown = f"{len(names)}, such as {get_close_matches(name, _similar(name, names), 3) or list(names[:3])}"
-        model = self.features.spec.model
-        return unknown_feature(path, f"model {model!r} has no such feature here; it has {shown}")
+        return unknown_feature(path, f"model {self.features.spec.model!r} has no such feature here; it has {shown}")
 
 
 def _similar(name: str, names: tuple[str, ...]) -> list[str]:

@@ -31,8 +31,6 @@ IN_BATCH = ("merge", "map", "split", "shard_wait", "add", "rank", "answer")
 AFTER_BATCH = ("hand_back", "encode")
 STAGES = BEFORE_BATCH + IN_BATCH + AFTER_BATCH
 
-_SERVER_FAULT = 500
-
 
 @dataclass(slots=True, eq=False)
 class Traced:
@@ -146,8 +144,7 @@ def outcome_of(error: BaseException) -> Outcome | None:
     is_clients = isinstance(error, ShardrankError) and error.kind == "rows_stale" and error.field
     if is_clients or isinstance(error, OverloadedError) or not isinstance(error, Exception):
         return None
-    is_fault = not isinstance(error, ShardrankError) or error.http_status >= _SERVER_FAULT
-    return "error" if is_fault else None
+    return "error" if not isinstance(error, ShardrankError) or error.http_status >= 500 else None
 
 
 @dataclass(slots=True)

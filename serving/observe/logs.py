@@ -52,9 +52,6 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-_FORMATTERS = (TextFormatter, JsonFormatter)
-
-
 class StderrHandler(logging.StreamHandler[TextIO]):
     """Drops lines, and later says how many, where nobody reads stderr: a server must not wait for that."""
 
@@ -84,7 +81,8 @@ def start_logging(log_level: LogLevel, log_format: LogFormat) -> None:
     """
     is_json, root, handler = log_format == "json", logging.getLogger(), StderrHandler()
     handler.setFormatter(JsonFormatter() if is_json else TextFormatter(_TEXT))
-    root.handlers = [other for other in root.handlers if not isinstance(other.formatter, _FORMATTERS)] + [handler]
+    others = (other for other in root.handlers if not isinstance(other.formatter, TextFormatter | JsonFormatter))
+    root.handlers = [*others, handler]
     root.setLevel("DEBUG" if log_level == "debug" else "WARNING")
     for name in (*_PACKAGES, logger.name):
         logging.getLogger(name).setLevel(log_level.upper())

@@ -280,8 +280,7 @@ def observe_all(histogram: Histogram, values: list[float]) -> None:
 
     It fills the library's private fields; a test compares them with what the library makes of the same values.
     """
-    buckets = np.searchsorted(histogram._upper_bounds, values)
-    for bucket, count in enumerate(np.bincount(buckets).tolist()):
+    for bucket, count in enumerate(np.bincount(np.searchsorted(histogram._upper_bounds, values)).tolist()):
         if count:
             histogram._buckets[bucket].inc(count)
     histogram._sum.inc(sum(values))

@@ -70,9 +70,6 @@ class RecordedRequest(msgspec.Struct, frozen=True):
     request: bytes
 
 
-_DECODER = msgspec.json.Decoder(RecordedRequest)
-
-
 class RequestRecorder:
     """Records a share of what is answered, on a thread of its own, until `close`.
 
@@ -234,7 +231,7 @@ def read_file(path: Path) -> Iterator[RecordedRequest]:
                     raise RecordingDamagedError(f"{path}: line {number} has more than {MAX_LINE_BYTES} bytes")
                 return
             try:
-                yield _DECODER.decode(line)
+                yield msgspec.json.decode(line, type=RecordedRequest)
             except NOT_DECODED as error:
                 raise RecordingDamagedError(f"{path}: line {number}: {error}") from error
 

@@ -35,7 +35,6 @@ TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 MAX_PARENTS_PER_S = 100.0
 """Calls that are traced because their `traceparent` says so: who sends it decides, and may be anybody."""
 _SAMPLED = 1
-_SERVER_FAULT = 500
 # https://www.w3.org/TR/trace-context/#traceparent-header: version, trace, parent, flags; a later version may add more.
 _PARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.S)
 _PRINTABLE = re.compile(rb"[\x20-\x7e]*")
@@ -186,8 +185,8 @@ def call_span(trace: Traced, call: Call, now: float, error: BaseException | None
     if error is not None:
         attributes["error.type"] = getattr(error, "kind", type(error).__name__)
         # As OpenTelemetry has it for servers: what a client did wrong is no error of theirs.
-        status = error.http_status if isinstance(error, ShardrankError) else _SERVER_FAULT
-        text = error_text(error) if isinstance(error, Exception) and status >= _SERVER_FAULT else ""
+        status = error.http_status if isinstance(error, ShardrankError) else 500
+        text = error_text(error) if isinstance(error, Exception) and status >= 500 else ""
     name = f"{call.api} {call.method}"
     trace.sink.put(
         Span(name, "server", trace.context, trace.parent, call.started_at, now, attributes, trace.links, text)

@@ -31,8 +31,6 @@ GENRES = ("unknown", "Action", "Adventure", "Animation", "Comedy", "Crime", "Doc
 OCCUPATIONS = ("artist", "doctor", "educator", "engineer", "librarian", "programmer", "student", "writer")
 _FIRST_WORDS = ("Silent", "Last", "Golden", "Broken", "Distant", "Crimson", "Hidden", "Winter", "Electric", "Paper")
 _SECOND_WORDS = ("River", "Garden", "Engine", "Letter", "Harbour", "Orchard", "Signal", "Mirror", "Station", "Parade")
-_START_SECONDS = 880_000_000
-_YEAR_SECONDS = 365 * 24 * 3600
 NUM_TASTES = 4
 PAIRS_PER_RATING = 4
 # Some two hundred times the real files: a folder with something else is refused before it is read.
@@ -169,8 +167,7 @@ def generate_interactions(
         f"{_FIRST_WORDS[first]} {_SECOND_WORDS[second]} {number} ({year})"
         for number, ((first, second), year) in enumerate(zip(words, years, strict=True), start=1)
     ]
-    genre_character = draw.normal(size=(len(GENRES), NUM_TASTES))
-    character = flags @ genre_character / np.sqrt(flags.sum(axis=1, keepdims=True))
+    character = flags @ draw.normal(size=(len(GENRES), NUM_TASTES)) / np.sqrt(flags.sum(axis=1, keepdims=True))
     character += 0.5 * draw.normal(size=character.shape)
     taste = draw.normal(size=(num_users, NUM_TASTES)) / np.sqrt(NUM_TASTES)
     quality, generosity = draw.normal(size=num_films), 0.7 * draw.normal(size=num_users)
@@ -194,7 +191,8 @@ def generate_interactions(
         user_index=user_index,
         film_index=film_index,
         ratings=ratings.astype(np.float32),
-        timestamps=_START_SECONDS + draw.integers(_YEAR_SECONDS, size=opinion.size),
+        # Within a year.
+        timestamps=880_000_000 + draw.integers(365 * 24 * 3600, size=opinion.size),
     )
 
 
@@ -231,8 +229,7 @@ def read_movielens(folder: str | Path) -> Interactions:
             row, listed_in = int(unknown[0]), "u.user" if name == "user" else "u.item"
             raise TrainingError(f"{path}: rating {row + 1}: {name} id {given[row]} is not in {listed_in}")
         indices.append(positions)
-    ratings = table[2].astype(np.float32)
-    return Interactions("movielens-100k", users, films, indices[0], indices[1], ratings, table[3])
+    return Interactions("movielens-100k", users, films, indices[0], indices[1], table[2].astype(np.float32), table[3])
 
 
 def _columns(path: Path, pattern: str, form: str) -> list[tuple[str, ...]]:

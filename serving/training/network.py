@@ -33,7 +33,6 @@ from shard_node.bags import Float32Array, Int64Array, KeyedBags
 DROPOUT = 0.1
 # Standard deviation of the rows at the beginning.
 INITIAL_SCALE = 0.05
-_REQUESTS_PER_SCORING = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,8 +163,7 @@ class RankingNetwork(nn.Module):
     def of(cls, trained: TrainedModel) -> Self:
         """Make a network with a trained model's numbers, to score with."""
         network = cls(trained.spec, row_classes=trained.row_classes)
-        tables = {_key(name): torch.from_numpy(rows) for name, rows in trained.tables.items()}
-        network.tables.load_state_dict(tables)
+        network.tables.load_state_dict({_key(name): torch.from_numpy(rows) for name, rows in trained.tables.items()})
         network.ranking.load_state_dict(dict(trained.dense))
         return network.eval()
 
@@ -236,5 +234,5 @@ def float32_scores(trained: TrainedModel, requests: GoldenRequests) -> Float32Ar
     network = RankingNetwork.of(trained)
     batches = RequestBatches(trained.spec, trained.vocabularies, requests)
     with torch.inference_mode():
-        parts = torch.split(torch.arange(batches.num_requests), _REQUESTS_PER_SCORING)
+        parts = torch.split(torch.arange(batches.num_requests), 256)
         return torch.cat([torch.sigmoid(network(batches.select(part.numpy()))) for part in parts]).numpy()

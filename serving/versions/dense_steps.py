@@ -104,8 +104,7 @@ class DenseSteps:
         key = served.model, served.version
 
         def change(snapshot: Snapshot) -> None:
-            tensors = checked_tensors(snapshot, read_step(self._store, record))
-            served.change_dense(snapshot, tensors, record, max_drift)
+            served.change_dense(snapshot, checked_tensors(snapshot, read_step(self._store, record)), record, max_drift)
 
         try:
             await self._check_delta(record)
