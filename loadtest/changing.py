@@ -155,7 +155,6 @@ async def reload_triton(server: Server, models: Path, over: asyncio.Event) -> No
 
 @bench_command
 @opts.option("--seconds S", "Of each measurement.", click.FloatRange(1, 600), 20.0)
-@opts.option("--rate R", "Requests a second. Default: half of what the server answers.", click.FloatRange(0.1))
 @opts.count("--hotness", "Ids a bag.", 1, 1000, 1)
 @opts.count("--rows", "Of the one table.", 1, 2**31, 1_000_000)
 @side_split_option("product")
@@ -168,7 +167,6 @@ async def reload_triton(server: Server, models: Path, over: asyncio.Event) -> No
 def changing(
     bench: Bench,
     seconds: float,
-    rate: float | None,
     hotness: int,
     rows: int,
     side_split: SideSplit,
@@ -198,15 +196,15 @@ def changing(
         def table(
             who: str, load: OfferedLoad, changes: Mapping[str, Change], settle: Callable[[], object]
         ) -> BenchTable:
-            offered = rate or RATE_SHARE * generators.busy(load, IN_FLIGHT, 1.0, bench.seconds(10.0), ()).requests_per_s
+            rate = RATE_SHARE * generators.busy(load, IN_FLIGHT, 1.0, bench.seconds(10.0), ()).requests_per_s
 
             def measured(change: Change, number: int) -> Values:
                 settle()
-                run = RunConfig(rate=offered, warmup_s=seconds * WARM_UP_SHARE, duration_s=seconds, seed=number)
+                run = RunConfig(rate=rate, warmup_s=seconds * WARM_UP_SHARE, duration_s=seconds, seed=number)
                 with change():
                     return bench.values_at(run, generators, load)
 
-            setup = {"requests": shape.requests, "rate": f"{offered:.1f}/s", "each": f"{seconds:g} s"}
+            setup = {"requests": shape.requests, "rate": f"{rate:.1f}/s", "each": f"{seconds:g} s"}
             subjects = {name: partial(measured, change) for name, change in changes.items()}
             return BenchTable(f"{who} while things change", MEASURES, subjects, setup)
 

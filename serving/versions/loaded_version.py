@@ -54,12 +54,7 @@ Result = TypeVar("Result")
 Clock: TypeAlias = Callable[[], float]
 WireDtypeChoice: TypeAlias = Literal["auto"] | SumFormat
 """Number format of sums that shards send: `auto` is the narrowest that the golden scores allow."""
-_WIRE_FORMATS: dict[WireDtypeChoice, tuple[SumFormat, ...]] = {
-    "auto": ("int8", "float16"),
-    "int8": ("int8", "float16"),
-    "float16": ("float16",),
-    "float32": (),
-}
+_NARROW_SUMS: tuple[SumFormat, ...] = ("int8", "float16")
 ShardsFactory: TypeAlias = Callable[[ReplicaEvents], Sequence[Shard]]
 """Makes one replica's own connections to all shards of the plan; called on the replica's event loop."""
 
@@ -387,7 +382,8 @@ def check_version(
     has_remote = replicas[0].ranking.router.waits
     if golden is not None and snapshot.manifest.golden is not None:
         check = _GoldenCheck(snapshot, parts, replicas, golden, snapshot.manifest.golden.tolerance, clock)
-        checked = check.run(chosen, _WIRE_FORMATS[wire_dtype] if has_remote else ())
+        narrow = _NARROW_SUMS[wire_dtype == "float16" :] if has_remote and wire_dtype != "float32" else ()
+        checked = check.run(chosen, narrow)
     else:
         no_golden = "there are no golden requests to check {} with"
         needs_golden = chosen == "int8" or (chosen != "float32" and dtype == "auto")
