@@ -209,12 +209,15 @@ def changing(
             return BenchTable(f"{who} while things change", MEASURES, subjects, setup)
 
         path, weights = write_model(bench.folder, shape, [hotness])
-        snapshot = Snapshot.open(path, verify=False)
+        snapshot, served = Snapshot.open(path, verify=False), bench.folder / "served"
+        served.mkdir()
+        # Versions that are over are dropped there; they are made of this one.
+        open_store(served).put(path, snapshot.identity)
         click.echo("starting the fleet")
         # As drills do that restart processes.
         restarting = UpdatingDrillConfig(shards=shards, replicas=replicas, workers=workers)
         settings = restarting.model_dump(include={"shards", "replicas", "workers", "shard_node", "serve"})
-        starting = served_fleet(path.parent.parent, snapshot.spec, registry=f"{bench.folder}/registry", **settings)
+        starting = served_fleet(served, snapshot.spec, registry=f"{bench.folder}/registry", **settings)
         fleet = stack.enter_context(portal.wrap_async_context_manager(starting))
         changes = Changes(fleet, snapshot, rows_per_s, seconds * (1 + WARM_UP_SHARE))
         load = Subject("shardrank", None, "grpc-packed").load(shape, fleet.server, hotness)

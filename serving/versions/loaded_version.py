@@ -58,6 +58,8 @@ _NARROW_SUMS: tuple[SumFormat, ...] = ("int8", "float16")
 ShardsFactory: TypeAlias = Callable[[ReplicaEvents], Sequence[Shard]]
 """Makes one replica's own connections to all shards of the plan; called on the replica's event loop."""
 
+CHECKED_CANDIDATES = 128
+"""Of golden requests at once: in float32 they take a millisecond or two, for which requests wait."""
 _mismatch = partial(RankingModelError, kind="golden_mismatch")
 INFO_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
@@ -546,11 +548,11 @@ class _GoldenCheck:
 
 
 def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tuple[MergedBatch, np.ndarray]]:
-    """Yield golden requests in batches of about `max_batch_candidates`, with their float32 [1 + outputs, N] scores."""
+    """Yield golden requests in batches of some `CHECKED_CANDIDATES`, with their float32 [1 + outputs, N] scores."""
     counts = golden.num_candidates.astype(np.int64)
     ends = np.cumsum(counts)
     # A request is in the batch that its first candidate falls into.
-    batch_of_request = (ends - counts) // schema.limits.max_batch_candidates
+    batch_of_request = (ends - counts) // min(CHECKED_CANDIDATES, schema.limits.max_batch_candidates)
     edges = np.flatnonzero(np.diff(batch_of_request, prepend=-1, append=batch_of_request[-1] + 1))
     outputs = [golden.outputs[name] for name in schema.features.spec.dense_model.outputs]
     for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
