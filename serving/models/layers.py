@@ -36,7 +36,7 @@ MIN_INT8_WEIGHTS: Final = 1 << 14
 ZERO: Final = 128
 """The code of 0 where inputs may be negative."""
 HEADROOM: Final = 1.25
-"""How much larger than those of golden requests inputs may be; then they are up to twice as large by the grid."""
+"""How much larger than those of golden requests inputs may be; then they are up to √2 times as large by the grid."""
 MIN_MAGNITUDE: Final = 1e-30
 SAMPLED: Final = 64
 """In one of so many calls it is counted which inputs were beyond the codes."""
@@ -91,13 +91,13 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, least: Tensor, most: Tensor) -> Steps:
-        """Choose them for numbers between these, [] or [in]: powers of two, the same where rows have changed a little.
+        """Choose them for numbers between these, [] or [in]: powers of √2, the same where rows have changed a little.
 
         Columns have codes for negative numbers if one of them needs these.
         """
         zero = ZERO if bool((least < 0).any()) else 0
         reach = torch.maximum(most, -least).double().clamp_(min=MIN_MAGNITUDE) * (HEADROOM / (255 - zero))
-        return cls(torch.exp2(torch.ceil(torch.log2(reach))).float(), zero)
+        return cls(torch.exp2(torch.ceil(2 * torch.log2(reach)) / 2).float(), zero)
 
     def join(self, columns: Sequence[slice]) -> None:
         """Give neighbouring features, of these columns, one step where that costs none of them more than one bit.
@@ -107,7 +107,7 @@ class Steps(NamedTuple):
         first, before = 0, self.step.tolist()
         for number, one in enumerate(columns):
             steps = [before[each.start] for each in columns[first : number + 1]]
-            if max(steps) > 2 * min(steps):
+            if max(steps) > 2.01 * min(steps):
                 first, steps = number, steps[-1:]
             self.step[columns[first].start : one.stop] = max(steps)
 

@@ -183,9 +183,7 @@ class RankingModel(nn.Module):
         following = dict(pair for one in self.modules() if isinstance(one, Mlp) for pair in one.successive())
         for layer, name in names.items():
             after = following.get(layer)
-            output: Steps | torch.dtype | None = None if after is None else self.int8.get(names[after])
-            if after is not None and after.is_exact:
-                output = torch.float32
+            output = None if after is None else torch.float32 if after.is_exact else self.int8.get(names[after])
             layer.pack(number_format, self.int8.get(name), output)
         self.projections_by_part = {name.replace("/", "."): matrix for name, matrix in self.projections.items()}
 
@@ -219,15 +217,13 @@ class RankingModel(nn.Module):
         read = {name: product for name, product in noted.items() if product.least.dim()}
         for name, product in sorted(read.items(), key=lambda item: -self.get_parameter(f"{item[0]}.weight").numel()):
             least, most = product.least, product.most
-            if name == self.reads_candidates:
-                zeros = torch.zeros(group.numel())
-                least = zeros.scatter_reduce(0, group, least, "amin")[group]
-                most = zeros.scatter_reduce(0, group, most, "amax")[group]
-            else:
-                least, most = least.amin(), most.amax()
-            chosen[name] = Steps.of(least, most)
-            if name == self.reads_candidates:
-                chosen[name].join([self.shapes.columns[feature] for feature in side.features])
+            if name != self.reads_candidates:
+                chosen[name] = Steps.of(least.amin(), most.amax())
+                continue
+            zeros = torch.zeros(group.numel())
+            ends = (zeros.scatter_reduce(0, group, end, how)[group] for end, how in ((least, "amin"), (most, "amax")))
+            chosen[name] = Steps.of(*ends)
+            chosen[name].join([self.shapes.columns[feature] for feature in side.features])
         return chosen
 
     def scores(self, inputs: RankingInputs) -> Tensor:
