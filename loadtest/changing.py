@@ -48,7 +48,6 @@ WARM_UP_SHARE: Final = 0.2
 DENSE_EVERY_S: Final = 2.0
 KILL_AFTER_SHARE: Final = 0.3
 SETTLE_S: Final = 2.0
-RELOAD_TIMEOUT_S: Final = 60.0
 MEASURES = (*(Measure(name, "ms") for name in AT_RATE), Measure("failed", "requests"))
 Change: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Goes on while the block runs."""
@@ -150,11 +149,12 @@ async def reload_triton(server: Server, models: Path, over: asyncio.Event) -> No
     while not over.is_set():
         folder = next(version for version in versions if not version.exists())
         await asyncio.to_thread(shutil.copytree, models / "1", folder)
-        (await asyncio.to_thread(urllib.request.urlopen, request, timeout=RELOAD_TIMEOUT_S)).close()
+        (await asyncio.to_thread(urllib.request.urlopen, request, timeout=READY_TIMEOUT_S)).close()
 
 
 @bench_command
 @opts.option("--seconds S", "Of each measurement.", click.FloatRange(1, 600), 20.0)
+@opts.option("--rate R", "Requests a second. Default: half of what the server answers.", click.FloatRange(0.1))
 @opts.count("--hotness", "Ids a bag.", 1, 1000, 1)
 @opts.count("--rows", "Of the one table.", 1, 2**31, 1_000_000)
 @side_split_option("product")
@@ -167,6 +167,7 @@ async def reload_triton(server: Server, models: Path, over: asyncio.Event) -> No
 def changing(
     bench: Bench,
     seconds: float,
+    rate: float | None,
     hotness: int,
     rows: int,
     side_split: SideSplit,
@@ -196,15 +197,15 @@ def changing(
         def table(
             who: str, load: OfferedLoad, changes: Mapping[str, Change], settle: Callable[[], object]
         ) -> BenchTable:
-            rate = RATE_SHARE * generators.busy(load, IN_FLIGHT, 1.0, bench.seconds(10.0), ()).requests_per_s
+            offered = rate or RATE_SHARE * generators.busy(load, IN_FLIGHT, 1.0, bench.seconds(10.0), ()).requests_per_s
 
             def measured(change: Change, number: int) -> Values:
                 settle()
-                run = RunConfig(rate=rate, warmup_s=seconds * WARM_UP_SHARE, duration_s=seconds, seed=number)
+                run = RunConfig(rate=offered, warmup_s=seconds * WARM_UP_SHARE, duration_s=seconds, seed=number)
                 with change():
                     return bench.values_at(run, generators, load)
 
-            setup = {"requests": shape.requests, "rate": f"{rate:.1f}/s", "each": f"{seconds:g} s"}
+            setup = {"requests": shape.requests, "rate": f"{offered:.1f}/s", "each": f"{seconds:g} s"}
             subjects = {name: partial(measured, change) for name, change in changes.items()}
             return BenchTable(f"{who} while things change", MEASURES, subjects, setup)
 

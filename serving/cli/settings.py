@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from loader.stores.cache import StorePlace
     from router.plan import Plan
     from router.plan_file import PlanFile
-    from serving.config import DivisionSettings, MemberSettings, ServeConfig, ShardNodeConfig
+    from serving.config import DivisionSettings, ServeConfig, ShardNodeConfig
     from serving.rank.service import RankingService
     from shard_node.agent.node_agent import NodeConfig
     from shard_node.buckets import Partition
@@ -167,12 +167,6 @@ def only_model(store: Store) -> str:
     if len(models) > 1:
         raise click.UsageError(f"--store {store.name} holds several models, name one with --model: {models}")
     return models[0]
-
-
-def member_folder(config: MemberSettings) -> Path:
-    """Return the folder of the one snapshot that a process without a registry serves. Raises as `snapshot_folder`."""
-    named = config.store_place, next(iter(config.models), None), config.version, config.snapshot
-    return snapshot_folder(*named, with_rows=False, verify=config.verify).resolve()
 
 
 def registry_url(registry: str | None, store: StorePlace | None) -> str:

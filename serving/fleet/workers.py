@@ -217,7 +217,8 @@ class Membership:
             model = options.models[0] if options.models else settings.only_model(open_store(store))
             if (readable := newest(store, model)) is not None:
                 options = options.model_copy(update={"version": readable.version})
-        folder = settings.member_folder(options)
+        named = store, next(iter(options.models), None), options.version, options.snapshot
+        folder = settings.snapshot_folder(*named, with_rows=False, verify=options.verify).resolve()
         place = folder.parent.parent if store is None or isinstance(store, Path) else store
         version = version_record(Snapshot.open(folder, verify=False, rows_here=isinstance(place, Path)), time.time())
         fleet = single_process_fleet(f"process {os.getpid()}", version)
