@@ -21,15 +21,7 @@ from router.feature_schema import FeatureSchema
 from router.hot_rows import HotLookup, HotRows
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
-from shard_node.answer import (
-    EXACT,
-    NEWEST_SEQUENCE,
-    UNKNOWN_SEQUENCE,
-    WIRE_FORMS,
-    Answer,
-    ReplyEncoding,
-    add_answers,
-)
+from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, WIRE_FORMS, Answer, ReplyEncoding, add_answers
 from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
 from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound, oldest
 from shard_node.node import LocalShard, Shard

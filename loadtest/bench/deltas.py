@@ -36,6 +36,7 @@ from loadtest.bench.harness import (
 from loadtest.errors import LoadError
 from router.plan import Plan
 from serving.cli.settings import opened_registry, with_registry
+from serving.fleet.supervisor import describe_exit
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.agent.node_agent import NodeActions, NodeConfig
 from shard_node.node import LoadedTables, ShardNode
@@ -70,14 +71,17 @@ def _train(url: str, model: str, version: int, table: TableSpec, rows_per_s: int
 
 @contextmanager
 def training(url: str, model: str, version: int, table: TableSpec, rows_per_s: int) -> Iterator[None]:
-    """Have another process publish changed rows of a table, `PUBLISHES_PER_S` times a second, while the block runs."""
+    """Have another process publish rows of a table, `PUBLISHES_PER_S` times a second. Raises LoadError if it fails."""
     context = multiprocessing.get_context("spawn")
     begun, ended = context.Event(), context.Event()
     process = context.Process(target=_train, args=(url, model, version, table, rows_per_s, begun, ended), daemon=True)
     process.start()
     try:
-        begun.wait(WAIT_S)
+        if not begun.wait(WAIT_S):
+            raise LoadError(f"the trainer has published nothing within {WAIT_S:g} s")
         yield
+        if process.exitcode is not None:
+            raise LoadError(f"the trainer {describe_exit(process.exitcode)}")
     finally:
         ended.set()
         process.join(WAIT_S)

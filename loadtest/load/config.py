@@ -24,6 +24,8 @@ MAX_TIMEOUT_MS = 60_000.0
 TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.06}
 """Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise; random weights, of
 which every layer is in int8, make of that what trained ones do not."""
+INT8_SUMS_TOLERANCE = 0.01
+"""Where shards may answer with sums as int8 rows."""
 
 
 def parse_target(text: str) -> SplitResult:
