@@ -118,7 +118,7 @@ def test_the_command_compares_with_fastapi(tmp_path: Path, environments: Path):
     ("row_dtype", "dtype", "who", "difference", "refused"),
     [
         ("int8", "auto", "shardrank", 0.02, False),
-        ("int8", "auto", "shardrank, gRPC", 0.04, True),
+        ("int8", "auto", "shardrank, gRPC", 0.07, True),
         ("fp32", "float32", "shardrank", 0.001, True),
         ("int8", "auto", "FastAPI", 0.001, True),
     ],

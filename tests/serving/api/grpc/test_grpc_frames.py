@@ -116,7 +116,7 @@ async def test_streams_of_small_requests_let_others_have_their_turn(peer, monkey
     ids=["streamed", "refused"],
 )
 async def test_work_on_messages_without_a_completed_call_ends_its_connection(api_model, path, message, num_streams):
-    limits = RequestLimits(max_idle_work_ms=20)
+    limits = RequestLimits(max_idle_work_ms=5)
     async with served_api(api_model, limits) as api, connected(api.listening.grpc_port) as peer:
         for stream in range(1, 2 * num_streams, 2):
             peer.send(peer.call(stream, path), data(stream, message, END))
