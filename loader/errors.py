@@ -64,7 +64,7 @@ class ShardrankError(Exception):
         """Set these attributes of the class; the others are the base's."""
         super().__init_subclass__()
         for name, value in attributes.items():
-            if name not in ("http_status", "grpc_status", "kind", "kinds"):
+            if name not in ("http_status", "grpc_status", "kind"):
                 raise TypeError(f"{cls.__name__}: {name} is no attribute of an error")
             setattr(cls, name, value)
 

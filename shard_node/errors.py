@@ -18,6 +18,8 @@ ShardrankError
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from loader.errors import ShardrankError, UnavailableError
 
 
@@ -29,17 +31,13 @@ class TlsConfigError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUM
     """A certificate, key or CA that can't be read or does not fit. The message names the file."""
 
 
-class WireError(
-    ShardrankError,
-    http_status=400,
-    grpc_status="INVALID_ARGUMENT",
-    kind="wire",
-    kinds={"frame_too_large": (413, "RESOURCE_EXHAUSTED")},
-):
+class WireError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="wire"):
     """A frame that breaks the protocol: bad magic, version, type, array header or length.
 
     `frame_too_large`: longer than the configured limit, refused from its header before its body is read.
     """
+
+    kinds: ClassVar = {"frame_too_large": (413, "RESOURCE_EXHAUSTED")}
 
 
 class GenerationNotFoundError(ShardrankError, http_status=404, grpc_status="NOT_FOUND", kind="generation_not_found"):
@@ -72,17 +70,13 @@ class DeviceChoiceError(ShardrankError, http_status=400, grpc_status="INVALID_AR
     """Devices that can't be read, that are not there, or do not fit the number of cards."""
 
 
-class CardsUnavailableError(
-    ShardrankError,
-    http_status=503,
-    grpc_status="UNAVAILABLE",
-    kind="cards_unavailable",
-    kinds={"peer_access": (409, "FAILED_PRECONDITION")},
-):
+class CardsUnavailableError(ShardrankError, http_status=503, grpc_status="UNAVAILABLE", kind="cards_unavailable"):
     """This process can't use its GPUs as it must. The message names what is missing and how to get it.
 
     `peer_access`: cards that can't read each other's memory, where that is required.
     """
+
+    kinds: ClassVar = {"peer_access": (409, "FAILED_PRECONDITION")}
 
 
 class CardError(ShardrankError, kind="card"):
