@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
 from pydantic.fields import FieldInfo
@@ -57,13 +57,16 @@ def store_or_path(value: Any) -> Any:
     return path
 
 
+_UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
 def seconds(value: Any) -> Any:
     """Return the seconds of `60s`, `2m`, `500ms` or `1h`, of a text that is a number, or a number itself."""
     if not isinstance(value, str):
         return value
     number = value.strip().rstrip("hms")
     try:
-        time_s = float(number) * {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}[value.strip()[len(number) :] or "s"]
+        time_s = float(number) * _UNITS_S[value.strip()[len(number) :] or "s"]
     except (ValueError, KeyError):
         time_s = math.nan
     if not 0 <= time_s < math.inf:

@@ -223,6 +223,7 @@ def read_file(path: Path) -> Iterator[RecordedRequest]:
 
     Raises RecordingDamagedError, with the place, for what is no recorded request; OSError.
     """
+    decoder = msgspec.json.Decoder(RecordedRequest)
     with path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(MAX_LINE_BYTES + 1)
@@ -231,7 +232,7 @@ def read_file(path: Path) -> Iterator[RecordedRequest]:
                     raise RecordingDamagedError(f"{path}: line {number} has more than {MAX_LINE_BYTES} bytes")
                 return
             try:
-                yield msgspec.json.decode(line, type=RecordedRequest)
+                yield decoder.decode(line)
             except NOT_DECODED as error:
                 raise RecordingDamagedError(f"{path}: line {number}: {error}") from error
 
