@@ -33,18 +33,14 @@ from loadtest.drill.config import UpdatingDrillConfig
 from loadtest.drill.fleet import READY_TIMEOUT_S, ROLLOUT_TIMEOUT_S, ServedFleet, polled, served_fleet
 from loadtest.drill.upgrade import restart
 from loadtest.errors import LoadError
-from loadtest.load.config import OfferedLoad, RunConfig
+from loadtest.load.config import RATE_SHARE, WARM_UP_SHARE, OfferedLoad
 from loadtest.load.generator import Generators
 from loadtest.peers.run import ENVIRONMENTS, PEERS, Subject, peer_serving, write_model
 from loadtest.servers import Server
 from loadtest.workloads.catalog import BenchShape, SideSplit
 from serving.cli import options as opts
 
-RATE_SHARE: Final = 0.5
-"""Of what a server answers when it is kept busy."""
 IN_FLIGHT: Final = 32
-WARM_UP_SHARE: Final = 0.2
-"""Of the seconds of a measurement, before it; the change has begun by then."""
 DENSE_EVERY_S: Final = 2.0
 KILL_AFTER_SHARE: Final = 0.3
 SETTLE_S: Final = 2.0
@@ -104,11 +100,15 @@ class Changes:
 
     async def lag(self) -> str:
         """Return what goes on; empty if nothing does."""
-        live, registry = await self._fleet.live_version(), self._fleet.registry
-        last = (await registry.registry.bounds(delta_stream(self._snapshot.spec.model, live))).last
-        of_shards = [node for node in await registry.nodes() if node.kind == "shard"]
-        behind = [node.node_id for node in of_shards if any(each.delta_sequence < last for each in node.versions)]
-        return f"{behind}: deltas up to {last} are not applied" if behind else await self._fleet.lag()
+        live, registry, model = await self._fleet.live_version(), self._fleet.registry, self._snapshot.spec.model
+        last, dense = (await registry.registry.bounds(delta_stream(model, live))).last, 0
+        if (newest := await registry.dense_step(model, live)) is not None:
+            dense = newest.step
+        reports = [(node, report) for node in await registry.nodes() for report in node.versions]
+        shards = [node.node_id for node, one in reports if node.kind == "shard" and one.delta_sequence < last]
+        serving = [node.node_id for node, one in reports if node.kind == "serving" and one.dense_step < dense]
+        behind = f"{shards} have not applied delta {last}, {serving} do not answer with dense step {dense}"
+        return behind if shards or serving else await self._fleet.lag()
 
     async def swaps(self, over: asyncio.Event) -> None:
         """Roll out one version after the other."""
@@ -201,9 +201,8 @@ def changing(
 
             def measured(change: Change, number: int) -> Values:
                 settle()
-                run = RunConfig(rate=offered, warmup_s=seconds * WARM_UP_SHARE, duration_s=seconds, seed=number)
                 with change():
-                    return bench.values_at(run, generators, load)
+                    return bench.values_at(offered, generators, load, number, seconds)
 
             setup = {"requests": shape.requests, "rate": f"{offered:.1f}/s", "each": f"{seconds:g} s"}
             subjects = {name: partial(measured, change) for name, change in changes.items()}

@@ -19,7 +19,7 @@ import click
 
 from loadtest.bench.harness import AT_RATE, BUSY_MEASURES, CPU, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import APIS, request_options, workload_option
-from loadtest.load.config import INT8_SUMS_TOLERANCE, MAX_RATE, MAX_TIMEOUT_MS, TOLERANCES, OfferedLoad, RunConfig
+from loadtest.load.config import INT8_SUMS_TOLERANCE, MAX_RATE, MAX_TIMEOUT_MS, RATE_SHARE, TOLERANCES, OfferedLoad
 from loadtest.load.generator import Generators
 from loadtest.servers import ANY_PORTS, HOST, ServerCommand, check_scores, free_ports, running_server, summed
 from loadtest.workloads.catalog import open_workload
@@ -40,8 +40,6 @@ TRANSPORTS = {"unix": "Unix socket", "tcp": "TCP"}
 """Between serving and shard processes, as names of arms spell it."""
 CHECKED_REQUESTS = 8
 REHEARSAL_S = 1.0
-RATE_SHARE = 0.5
-"""Of the requests/s of the rehearsal: the rate of arrivals, if none is given."""
 MEASURES = (
     *BUSY_MEASURES,
     *(Measure(f"{CPU}, {role}", "ms") for role in ("serve", "nodes")),
@@ -162,8 +160,7 @@ class ArmMeasure:
             values = self.bench.busy_values(self.generators, load, server, self.in_flight, seconds)
             values |= wire_bytes(before, server.metrics())
             if self.rate:
-                run = RunConfig(rate=self.rate, warmup_s=seconds / 5, duration_s=seconds, seed=number)
-                at_rate = self.bench.values_at(run, self.generators, load)
+                at_rate = self.bench.values_at(self.rate, self.generators, load, number, seconds)
                 values |= {f"{name}, at the rate": value for name, value in at_rate.items() if name in AT_RATE}
             if number == 0:
                 scores = [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]

@@ -33,7 +33,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import TableSpec
 from loader.snapshot.writer import export_snapshot
-from loadtest.load.config import OfferedLoad, RunConfig
+from loadtest.load.config import WARM_UP_SHARE, OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
 from loadtest.load.loops import not_busy_because
 from loadtest.load.result import this_machine, versions
@@ -267,8 +267,14 @@ class Bench:
             **{f"{CPU}, {role}": cpu_s / busy.requests * 1e3 for role, cpu_s in busy.server_cpu_s.items()},
         }
 
-    def values_at(self, run: RunConfig, generators: Generators, load: OfferedLoad) -> dict[str, float]:
-        """Offer a load at a rate: latency by `AT_RATE`, and how many failed, which count as later than any answer."""
+    def values_at(
+        self, rate: float, generators: Generators, load: OfferedLoad, number: int, seconds: float
+    ) -> dict[str, float]:
+        """Offer a load at a rate, at the same times to every subject of a round, after a warm-up of `WARM_UP_SHARE`.
+
+        Latency by `AT_RATE`, and how many failed, which count as later than any answer.
+        """
+        run = RunConfig(rate=rate, warmup_s=seconds * WARM_UP_SHARE, duration_s=seconds, seed=number)
         result = generators.offer(load, run)
         problems = [*result.invalid_because, *([f"requests failed: {result.errors}"] if result.errors else ())]
         self.problems += [f"{self._measured}: {problem}" for problem in problems]

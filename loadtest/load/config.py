@@ -21,6 +21,8 @@ Arrivals: TypeAlias = Literal["poisson", "constant"]
 MAX_RUN_S = 3600.0
 MAX_RATE = 200_000.0
 MAX_TIMEOUT_MS = 60_000.0
+RATE_SHARE, WARM_UP_SHARE = 0.5, 0.2
+"""Of what a server answers when it is kept busy: a rate, if none is given; of a measurement's seconds, before them."""
 TOLERANCES: dict[NumberFormat, float] = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.06}
 """Scores are between 0 and 1. A server's batches are of other sizes, so sums are rounded otherwise; random weights, of
 which every layer is in int8, make of that what trained ones do not."""
