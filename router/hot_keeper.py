@@ -33,7 +33,7 @@ from router.router import Cutter
 from router.shard import ReplicatedShard
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.agent.delta_follower import DeltaFollower
-from shard_node.bags import Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.engine.memory import RowMemory
 from shard_node.node import DeltaPosition, ServedVersion
 from shard_node.split import split
@@ -332,7 +332,7 @@ class HotRowsKeeper:
             keys = pending.keys.take(numbers)
             tables, counts = np.unique(keys >> TABLE_SHIFT, return_counts=True)
             rows = keys & ((1 << TABLE_SHIFT) - 1)
-            bags = KeyedBags.from_lengths(tables.astype(np.int32), counts, np.ones(rows.size, np.int64), rows)
+            bags = Bags.from_lengths(tables.astype(np.int32), counts, np.ones(rows.size, np.int64), rows)
             for part in split(bags, self._owners.of(bags, lambda: every, first), range(every.size)):
                 for piece in self._cutter.cut(part):
                     started_at = time.monotonic()

@@ -23,7 +23,7 @@ from loader.access_counts import AccessCounter
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import TABLE_SHIFT, LookupSampler
 from shard_node.answer import Answer, ReplyEncoding, StoredRows
-from shard_node.bags import CheckedBags, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, CheckedBags, Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS
 from shard_node.engine.arena import Arena, Placement, TablePlace, allocate_rows
 from shard_node.engine.base import write_pieces
@@ -140,7 +140,7 @@ class HotSet:
         rows_bytes = sum(use.size_bytes for use in self._engine.memory())
         self.size_bytes = rows_bytes + self._index.size_bytes + keys.nbytes + self.is_filled.nbytes
 
-    def find(self, bags: KeyedBags) -> HotLookup:
+    def find(self, bags: Bags) -> HotLookup:
         """Find which values of bags of tables are here."""
         keys = np.repeat(bags.keys.astype(np.int64) << TABLE_SHIFT, bags.values_per_key())
         keys += bags.values
@@ -246,7 +246,7 @@ class HotRows:
             with self._lock:
                 hot.users -= 1
 
-    def looked_up(self, bags: KeyedBags, lookup: HotLookup, hits: Part | None) -> None:
+    def looked_up(self, bags: Bags, lookup: HotLookup, hits: Part | None) -> None:
         """Count a batch that was answered, and queue its keys to be learned from if there is room for them."""
         values_per_key = bags.values_per_key()
         with self._lock:

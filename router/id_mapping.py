@@ -17,7 +17,7 @@ from loader.errors import ShardrankError
 from loader.snapshot.row_classes import BLOCK_BITS, RowClasses, find_bits
 from loader.snapshot.tables import DividedTable, HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
-from shard_node.bags import Int32Array, Int64Array, KeyedBags, first_outside
+from shard_node.bags import Bags, Int32Array, Int64Array, first_outside
 
 _UNDIVIDED, _CLASS, _QUOTIENT, _REMAINDER = range(4)
 _PART_SHIFT = 56
@@ -80,7 +80,7 @@ class PartRows:
         self._has_pruned = bool((self._pruned_class >= 0).any())
         self._has_quotients = bool((self._kind >= _QUOTIENT).any())
 
-    def find(self, bags: KeyedBags) -> KeyedBags:
+    def find(self, bags: Bags) -> Bags:
         """Find the part and the row in it of each value, of bags by feature whose values are rows of their tables."""
         if not self._has_classes:
             return bags
@@ -114,7 +114,7 @@ class PartRows:
             rows = values
         return bags.with_values(rows, bags.weights)
 
-    def take(self, bags: KeyedBags) -> KeyedBags:
+    def take(self, bags: Bags) -> Bags:
         """Return the bags, by lookup and with values of `find`, with only the rows that each lookup reads."""
         counts, values = bags.values_per_key(), bags.values
         if self._has_quotients:
@@ -230,7 +230,7 @@ NONE_REJECTED = RejectedIds(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zer
 class MappedBags:
     """Bags whose values are rows. A bag with a `rejected` id (the first of each is told) must not be used."""
 
-    bags: KeyedBags
+    bags: Bags
     rejected: RejectedIds
 
 
@@ -281,7 +281,7 @@ class IdMapper:
             {each.name: snapshot.row_classes(each.name) for each in divided if each.num_classes > 1},
         )
 
-    def map(self, bags: KeyedBags) -> MappedBags:
+    def map(self, bags: Bags) -> MappedBags:
         """Map raw ids, keyed by flat feature index, to rows of their features' tables; of divided ones see `parts`.
 
         Ids unknown under `skip` are left out of their bags.

@@ -23,7 +23,7 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan_file import MAX_CARDS_PER_SHARD, MAX_SHARDS, PlanFile, RanksOfBuckets
-from shard_node.bags import KeyedBags, TableLayout
+from shard_node.bags import Bags, TableLayout
 from shard_node.buckets import BucketCells, NodeIdentity, Partition, Sharding
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class BucketOwners:
         self._owner = self._cells.spread(shards, 0, dtype)
         self._has_replicated = any(owners[0] == REPLICATED for owners in by_table)
 
-    def of(self, bags: KeyedBags, up: Callable[[], npt.NDArray[np.int16]], counter: int) -> Owners:
+    def of(self, bags: Bags, up: Callable[[], npt.NDArray[np.int16]], counter: int) -> Owners:
         """Find the shard of each value, uint8 [n], or uint16 [n] if there are more than 255 shards.
 
         `up` gives the shards (int16, at least one) that may stand in as owners of what every shard has; it is not asked

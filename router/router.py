@@ -22,7 +22,7 @@ from router.hot_rows import HotLookup, HotRows
 from router.id_mapping import IdMapper, MappedBags, RejectedIds
 from router.plan import BucketOwners, Plan
 from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, WIRE_FORMS, Answer, ReplyEncoding, add_answers
-from shard_node.bags import CheckedBags, Float32Array, Int32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, CheckedBags, Float32Array, Int32Array, Int64Array, TableLayout
 from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound, oldest
 from shard_node.node import LocalShard, Shard
 from shard_node.split import Part, changes, split, whole
@@ -86,7 +86,7 @@ class Embeddings:
     blocks: list[Float32Array]
     row_starts: Int64Array
     num_rows: Int64Array
-    bags: KeyedBags
+    bags: Bags
     rejected: RejectedIds
     times: LookupTimes = field(default_factory=LookupTimes)
     sequence: int = UNKNOWN_SEQUENCE
@@ -139,8 +139,8 @@ class LookedUp(NamedTuple):
     """
 
     num_rows: Int64Array
-    complete: KeyedBags
-    rows: KeyedBags
+    complete: Bags
+    rows: Bags
 
 
 class Cutter:
@@ -171,7 +171,7 @@ class Cutter:
             counts = np.diff(clipped)
             has_bags = counts > 0
             values = slice(int(bags.offsets[first]), int(bags.offsets[end]))
-            piece = KeyedBags(
+            piece = Bags(
                 bags.keys[has_bags],
                 counts[has_bags],
                 bags.offsets[first : end + 1] - values.start,
@@ -245,7 +245,7 @@ class Router:
         return LookedUp(by_row.bags_per_key, complete, complete if parts is None else parts.take(complete))
 
     async def lookup(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = EXACT
+        self, model: str, version: int, bags: Bags, deadline: float, forms: ReplyEncoding = EXACT
     ) -> Embeddings:
         """Map, split, fan out and add.
 
@@ -352,7 +352,7 @@ class Router:
             sequence = min([answer.sequence for answer in answers], default=NEWEST_SEQUENCE)
             return Answer(blocks, sequence=sequence, age_ms=oldest([answer.age_ms for answer in answers]))
 
-    def _parts(self, bags: KeyedBags, hot_lookup: HotLookup | None) -> list[Part]:
+    def _parts(self, bags: Bags, hot_lookup: HotLookup | None) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first, and last what is hot."""
         num_shards = len(self._shards)
         if num_shards == 1 and hot_lookup is None:
@@ -376,7 +376,7 @@ class Router:
         up = [shard for shard, until in enumerate(self._down_until) if until <= now] or range(len(self._shards))
         return np.array(up, np.int16)
 
-    def _by_table(self, bags: KeyedBags) -> CheckedBags:
+    def _by_table(self, bags: Bags) -> CheckedBags:
         """Join neighbouring lookups in one table, whose values the id mapping checked, into one segment."""
         if bags.keys.size == self._lookups.feature.size:
             firsts, tables = self._firsts, self._tables
@@ -389,7 +389,7 @@ class Router:
             counts = np.add.reduceat(counts, firsts)
         return CheckedBags(tables, counts, bags.offsets, bags.values, bags.weights, layout=self.schema.layout)
 
-    def _divide_means(self, blocks: list[Float32Array], bags: KeyedBags) -> None:
+    def _divide_means(self, blocks: list[Float32Array], bags: Bags) -> None:
         # A mean is a sum divided once, by the length of the whole bag. Runs of mean features are divided together.
         mean = self.schema.is_mean[self._lookups.feature[bags.keys]]
         group_of = self._lookups.group[bags.keys]
@@ -404,7 +404,7 @@ class Router:
             block /= lengths[:, None]
 
 
-def _of_lookups(bags: KeyedBags, feature: Int32Array) -> KeyedBags:
+def _of_lookups(bags: Bags, feature: Int32Array) -> Bags:
     """Repeat the bags of each feature for each lookup of it, int32 [L]: keys become numbers of lookups."""
     segment_of = np.full(int(feature.max()) + 1, -1, np.int64)
     segment_of[bags.keys] = np.arange(bags.keys.size)
@@ -413,7 +413,7 @@ def _of_lookups(bags: KeyedBags, feature: Int32Array) -> KeyedBags:
     segments = segments[keys]
     bags_per_key = bags.bags_per_key[segments]
     values = _ranges(bags.value_starts()[segments], bags.values_per_key()[segments])
-    return KeyedBags.from_lengths(
+    return Bags.from_lengths(
         keys,
         bags_per_key,
         bags.lengths[_ranges(bags.bag_starts()[segments], bags_per_key)],
@@ -430,7 +430,7 @@ def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
     return numbers
 
 
-def _bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:
+def _bag_per_id(bags: Bags, is_none: npt.NDArray[np.bool_]) -> Bags:
     """Turn each id of a `none` feature into a bag of its own, so that a shard only ever sums."""
     none = is_none[bags.keys]
     if not none.any():
@@ -439,4 +439,4 @@ def _bag_per_id(bags: KeyedBags, is_none: npt.NDArray[np.bool_]) -> KeyedBags:
     in_none = np.repeat(none, bags.bags_per_key)
     new_lengths = np.repeat(np.where(in_none, 1, lengths), np.where(in_none, lengths, 1))
     bags_per_key = np.where(none, bags.values_per_key(), bags.bags_per_key)
-    return KeyedBags.from_lengths(bags.keys, bags_per_key, new_lengths, bags.values, bags.weights)
+    return Bags.from_lengths(bags.keys, bags_per_key, new_lengths, bags.values, bags.weights)

@@ -19,7 +19,7 @@ from router.outliers import Outliers, ReplicaEvents, ReplicaHealth, ReplicaPolic
 from router.plan import Plan
 from router.shard_client import Reply, ShardClient, ShardConnection, within
 from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.errors import CardError, GenerationNotFoundError, NodeUnavailableError, RemoteError
 from shard_node.freshness import FORKED_AGE_MS, FreshnessBound
 from shard_node.node import NodeInfo
@@ -96,7 +96,7 @@ class _Lookup:
 
     model: str
     version: int
-    bags: KeyedBags
+    bags: Bags
     deadline: float
     forms: ReplyEncoding
     untried: list[_Replica]
@@ -164,7 +164,7 @@ class ReplicatedShard:
         self.min_sequence = UNKNOWN_SEQUENCE
 
     def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
+        self, model: str, version: int, bags: Bags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> asyncio.Future[Answer]:
         """Pool as `Shard.pool`. The arrays of `bags` must not be changed afterwards: they may not be sent yet.
 
@@ -177,9 +177,7 @@ class ReplicatedShard:
         self._budget.earn()
         return self._start(_Lookup(model, version, bags, deadline, forms, self._ordered(forms.bound)))
 
-    async def pool_at(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, sequence: int
-    ) -> tuple[Answer, int]:
+    async def pool_at(self, model: str, version: int, bags: Bags, deadline: float, sequence: int) -> tuple[Answer, int]:
         """Pool as `pool`, in exact forms, on a node that has applied its deltas up to `sequence`.
 
         Returns the answer, and the last delta that the node had applied after it; no row is older than `sequence`.

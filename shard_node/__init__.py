@@ -1,4 +1,4 @@
-"""Rows in memory: keyed bags, splitting and adding, lookup engines, cards and tiers, generations, the wire.
+"""Rows in memory: bags, splitting and adding, lookup engines, cards and tiers, generations, the wire.
 
 Owns everything between "these rows of these tables" and "their sums". Must not know raw ids, features, requests,
 scores, or which node owns what: the router tells it which buckets to hold and which rows to pool.

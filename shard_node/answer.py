@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Float32Array, Group, Int64Array, TableLayout
 from shard_node.engine.kernels import as_tensor, pack_int8, pool_rows
 from shard_node.errors import RemoteError
 from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound
@@ -74,7 +74,7 @@ class Answer:
             sums[one.itemsize] += one.nbytes
         return sum([rows.nbytes for rows in self.stored or ()]), *sums.values()
 
-    def check(self, layout: TableLayout, bags: KeyedBags) -> None:
+    def check(self, layout: TableLayout, bags: Bags) -> None:
         """Raise RemoteError, naming the group and both shapes, unless it fits the bags."""
         for what, arrays in (("sums", self.sums), ("stored rows", self.stored)):
             if arrays is not None and len(arrays) != len(layout.groups):
@@ -103,7 +103,7 @@ def travel_as_stored(group: Group, values_per_key: Int64Array, bags_per_key: Int
     return values_per_key * group.row_bytes <= bags_per_key * max(group.row_bytes, 2 * group.embedding_dim)
 
 
-def group_keys(layout: TableLayout, bags: KeyedBags) -> list[tuple[Group, int, int]]:
+def group_keys(layout: TableLayout, bags: Bags) -> list[tuple[Group, int, int]]:
     """Return each group of tables with its keys [first, end) in bags of tables."""
     if len(layout.groups) == 1:
         return [(layout.groups[0], 0, bags.keys.size)]
@@ -128,7 +128,7 @@ def rounded(sums: Float32Array, to: SumFormat) -> Sums:
 
 
 def add_answers(
-    layout: TableLayout, bags: KeyedBags, parts: Sequence[Part], answers: Sequence[Answer]
+    layout: TableLayout, bags: Bags, parts: Sequence[Part], answers: Sequence[Answer]
 ) -> list[Float32Array]:
     """Add what the owners of parts answered into blocks: float32 [bags, embedding_dim] for each group.
 
@@ -178,9 +178,7 @@ def add_answers(
     return blocks
 
 
-def _pool_stored(
-    group: Group, rows: StoredRows, values: Int64Array, bags: KeyedBags, first: int, end: int
-) -> Float32Array:
+def _pool_stored(group: Group, rows: StoredRows, values: Int64Array, bags: Bags, first: int, end: int) -> Float32Array:
     """Pool stored rows of these values as if they were an arena's, of bags [first, end); others give zeros."""
     offsets, weights = bags.offsets[first : end + 1], bags.weights
     first_value, num_values = int(offsets[0]), int(offsets[-1] - offsets[0])

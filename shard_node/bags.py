@@ -1,4 +1,4 @@
-"""Keyed bags: all bags of a batch in flat arrays, the form in which ids travel through shardrank; and their checks.
+"""Bags: all those of a batch in flat arrays, the form in which ids travel through shardrank; and their checks.
 
 Tables have one order, which router and shard nodes derive from the model and never send. Engines check bags and rows
 against it before they read or write a row.
@@ -37,7 +37,7 @@ _INT32_ROWS = np.uint64(2**31)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeyedBags:
+class Bags:
     """Bags of several keys, key by key (TorchRec's KeyedJaggedTensor with its own bag count for each key).
 
     At the router a key is a feature and a value a raw id; at a shard a key is a table (its number in `TableLayout`)
@@ -69,7 +69,7 @@ class KeyedBags:
         lengths: npt.NDArray[np.integer],
         values: Int64Array,
         weights: Float32Array | None = None,
-    ) -> KeyedBags:
+    ) -> Bags:
         """Build offsets from the length of each bag (any integer dtype, [B])."""
         offsets = np.zeros(lengths.size + 1, dtype=np.int64)
         np.add.accumulate(lengths, dtype=np.int64, out=offsets[1:])
@@ -121,31 +121,31 @@ class KeyedBags:
             starts = self.value_starts()
         return starts[1:] - starts[:-1]
 
-    def with_values(self, values: Int64Array, weights: Float32Array | None) -> KeyedBags:
+    def with_values(self, values: Int64Array, weights: Float32Array | None) -> Bags:
         """Return bags of the same shape with other contents, int64 [n] and float32 [n]."""
-        bags = KeyedBags(self.keys, self.bags_per_key, self.offsets, values, weights)
+        bags = Bags(self.keys, self.bags_per_key, self.offsets, values, weights)
         object.__setattr__(bags, "_bag_starts", self._bag_starts)
         object.__setattr__(bags, "_value_starts", self._value_starts)
         return bags
 
-    def kept(self, chosen: npt.NDArray[np.bool_]) -> KeyedBags:
+    def kept(self, chosen: npt.NDArray[np.bool_]) -> Bags:
         """Return the same bags with some of their values alone: bool [n]."""
         kept_before = np.zeros(chosen.size + 1, np.int64)
         np.cumsum(chosen, out=kept_before[1:])
         weights = None if self.weights is None else self.weights[chosen]
-        return KeyedBags(self.keys, self.bags_per_key, kept_before[self.offsets], self.values[chosen], weights)
+        return Bags(self.keys, self.bags_per_key, kept_before[self.offsets], self.values[chosen], weights)
 
-    def wide(self) -> KeyedBags:
+    def wide(self) -> Bags:
         """Return the same bags with int64 offsets and values."""
         if self.values.dtype == _INT64 and self.offsets.dtype == _INT64:
             return self
         offsets, values = (array.astype(np.int64) for array in (self.offsets, self.values))
-        return KeyedBags(self.keys, self.bags_per_key, offsets, values, self.weights)
+        return Bags(self.keys, self.bags_per_key, offsets, values, self.weights)
 
-    def of_keys(self, chosen: npt.NDArray[np.bool_]) -> KeyedBags:
+    def of_keys(self, chosen: npt.NDArray[np.bool_]) -> Bags:
         """Return the bags of some keys: bool [S]."""
         values = chosen.repeat(self.values_per_key())
-        return KeyedBags.from_lengths(
+        return Bags.from_lengths(
             self.keys[chosen],
             self.bags_per_key[chosen],
             self.lengths[chosen.repeat(self.bags_per_key)],
@@ -180,7 +180,7 @@ class KeyedBags:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CheckedBags(KeyedBags):
+class CheckedBags(Bags):
     """Bags of tables whose values this process has just checked against `layout`, as `TableLayout.check` would."""
 
     layout: TableLayout = field(kw_only=True)
@@ -310,8 +310,8 @@ class TableLayout:
             raise InvalidBagsError(f"bags_per_key must be within 0..{num_bags}, the bags that offsets describes")
         return int(np.dot(self.bag_bytes[keys], counts))
 
-    def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
-        """Check what `KeyedBags.validate` does, that arrays are flat, keys tables, and values rows of them.
+    def check(self, bags: Bags, tables: Int64Array | None = None) -> None:
+        """Check what `Bags.validate` does, that arrays are flat, keys tables, and values rows of them.
 
         What passes can be handed to code that checks nothing. Every request passes here, so the check is one run of few
         vector operations. `CheckedBags` of an equal layout have been through it: of them only what costs nothing is

@@ -1,6 +1,6 @@
 """Which rows a node holds, by bucket, and where per-bucket values are kept.
 
-Cells are one number for each bucket of each table of a layout, and for each value of keyed bags.
+Cells are one number for each bucket of each table of a layout, and for each value of a batch.
 
 What is said of buckets (an owner, a place) is kept in flat arrays by cell. A table of which all buckets are alike has a
 single cell, so that of its rows nothing is worked out.
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from loader.snapshot.buckets import MIXED_BITS, RowBuckets, mix
-from shard_node.bags import Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.errors import InvalidBagsError
 
 Sharding = Literal["hash", "range", "table"]
@@ -106,7 +106,7 @@ class BucketCells:
             self._mixed_first_cell[begin : begin + count] += mix(np.arange(count), seed)
         self._narrow_first_cell = self._mixed_first_cell.astype(np.int32)
 
-    def of(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+    def of(self, bags: Bags, values_per_key: Int64Array) -> Int64Array:
         """Return the cell of each value, as wide as the values, [n]. Keys are tables, values rows of them."""
         rows, dtype = bags.values, bags.values.dtype
         cells = self._mixed_first_cell if dtype == np.int64 else self._narrow_first_cell
@@ -134,7 +134,7 @@ class BucketCells:
         return flat
 
 
-def per_value(by_table: Int64Array, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+def per_value(by_table: Int64Array, bags: Bags, values_per_key: Int64Array) -> Int64Array:
     """Give each value what is known by table, as wide as the values: [n], or [1] if it is the same for all."""
     # Most models treat all tables alike; then one number serves all values and nothing is repeated.
     chosen = by_table[bags.keys].astype(bags.values.dtype, copy=False)

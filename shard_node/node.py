@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from loader.progress import BeginThread, begin_thread
 from loader.snapshot.store import HeldSnapshot
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding, rounded
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Bags, Float32Array
 from shard_node.buckets import Message, NodeIdentity, Partition
 from shard_node.engine.base import CardsUse, Engine
 from shard_node.engine.memory import Claim
@@ -243,11 +243,11 @@ class ShardNode:
         self.forks = Counter[tuple[str, int]]()
         self.generations: Generations[LoadedTables] = Generations(LoadedTables.close, begin)
 
-    def pool(self, model: str, version: int, bags: KeyedBags) -> list[Float32Array]:
+    def pool(self, model: str, version: int, bags: Bags) -> list[Float32Array]:
         """Pools on one version, under a lease. Returns and raises as `Engine.pool`, and GenerationNotFoundError."""
         return cast("list[Float32Array]", self.answer(model, version, bags).sums)
 
-    def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding = FLOAT32_SUMS) -> Answer:
+    def answer(self, model: str, version: int, bags: Bags, forms: ReplyEncoding = FLOAT32_SUMS) -> Answer:
         """Pools as `pool`, in the forms that the caller accepts."""
         # One lease for both: under the same number rows may be staged anew, and then they begin with an earlier delta.
         lease = self.generations.lease(model, version)
@@ -315,7 +315,7 @@ class Shard(Protocol):
     """Pools the bags whose rows a shard owns."""
 
     def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
+        self, model: str, version: int, bags: Bags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> asyncio.Future[Answer]:
         """Start pooling on one version of a model; cancel the future to end it.
 
@@ -338,7 +338,7 @@ class LocalShard:
         self.node = node
 
     def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
+        self, model: str, version: int, bags: Bags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> asyncio.Future[Answer]:
         """Pool in the calling thread, into float32 sums: the deadline does not matter."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Bags, Float32Array, Int64Array
 from shard_node.engine.kernels import pool_rows, unpack_int8
 
 # Up to so many owners a pass for each is faster than a sort (measured: 266,240 values cost 0.4 ms a pass, 2 ms sorted).
@@ -43,18 +43,18 @@ class Part:
     """
 
     owner: int
-    bags: KeyedBags
+    bags: Bags
     bag_index: Int64Array
     positions: Int64Array
     shares_no_bag: bool
 
 
-def whole(bags: KeyedBags) -> Part:
+def whole(bags: Bags) -> Part:
     """Make the one part of bags that have a single owner, number 0."""
     return Part(0, bags, np.arange(bags.num_bags), np.arange(bags.num_values), shares_no_bag=True)
 
 
-def split(bags: KeyedBags, owner: Owners, owners: range) -> list[Part]:
+def split(bags: Bags, owner: Owners, owners: range) -> list[Part]:
     """Split bags by the owner of each value (uint8 or uint16 [n], each in `owners`).
 
     Returns one part for each owner that has a value, by owner. Within a bag values keep their order. A part has all of
@@ -83,11 +83,11 @@ def _masks(owner: Owners, owners: range) -> Iterator[tuple[int, npt.NDArray[np.b
             yield number, mask, positions
 
 
-def _bag_of_value(bags: KeyedBags, filled: Int64Array) -> Int64Array:
+def _bag_of_value(bags: Bags, filled: Int64Array) -> Int64Array:
     return filled if filled.size == bags.num_values else filled.repeat(bags.lengths[filled])
 
 
-def _divide_by_runs(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
+def _divide_by_runs(bags: Bags, filled: Int64Array, owner: Owners, owners: range) -> Division:
     """For few owners, and few values in each bag: a bag begins wherever the next value is another's."""
     bag_of_value = _bag_of_value(bags, filled)
     for number, _, positions in _masks(owner, owners):
@@ -99,7 +99,7 @@ def _divide_by_runs(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: 
             yield number, positions, bag_of_each.take(starts), np.append(starts, positions.size)
 
 
-def _divide_by_counting(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
+def _divide_by_counting(bags: Bags, filled: Int64Array, owner: Owners, owners: range) -> Division:
     """For few owners, and many values in each bag: an owner's are counted."""
     all_filled = filled.size == bags.num_bags
     starts = bags.offsets[:-1] if all_filled else bags.offsets[filled]
@@ -126,7 +126,7 @@ def _divide_by_counting(bags: KeyedBags, filled: Int64Array, owner: Owners, owne
         yield number, positions, index, offsets
 
 
-def _divide_by_sorting(bags: KeyedBags, filled: Int64Array, owner: Owners, owners: range) -> Division:
+def _divide_by_sorting(bags: Bags, filled: Int64Array, owner: Owners, owners: range) -> Division:
     """Sort 16-bit keys once, stably, which is a radix sort: linear for any number of owners."""
     order = np.argsort(owner, kind="stable")
     bag_of_value = _bag_of_value(bags, filled)[order]
@@ -149,8 +149,8 @@ def changes(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
 
 
 def _part(
-    bags: KeyedBags, bag_starts: Int64Array, positions: Int64Array, bag_index: Int64Array, offsets: Int64Array | None
-) -> KeyedBags:
+    bags: Bags, bag_starts: Int64Array, positions: Int64Array, bag_index: Int64Array, offsets: Int64Array | None
+) -> Bags:
     if bag_index.size == bags.num_bags:
         keys, bags_per_key = bags.keys, bags.bags_per_key
     else:
@@ -164,7 +164,7 @@ def _part(
     # Offsets are as narrow as the values: both travel as they are.
     offsets = offsets.astype(bags.values.dtype, copy=False)
     weights = None if bags.weights is None else bags.weights[positions]
-    return KeyedBags(keys, bags_per_key, offsets, bags.values.take(positions), weights)
+    return Bags(keys, bags_per_key, offsets, bags.values.take(positions), weights)
 
 
 def add(

@@ -48,7 +48,7 @@ from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import table_of, text_of
 from serving.fleet.supervisor import shardrank_command
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Bags, Float32Array
 from shard_node.engine.loading import load_tables
 from shard_node.node import Shard, ShardNode
 from shard_node.wire.address import Address
@@ -389,10 +389,10 @@ class UniformTables:
         rows = dict.fromkeys(names, ArrayRows(self.all_rows()))
         return Snapshot.open(export_snapshot(store, spec, rows=rows, dense={"unused": torch.zeros(1)}), verify=False)
 
-    def draw(self, rng: np.random.Generator, bags: int, hotness: int) -> KeyedBags:
+    def draw(self, rng: np.random.Generator, bags: int, hotness: int) -> Bags:
         """Draw uniform ids, the worst case for caches, for so many bags of each table."""
         num_bags = self.count * bags
-        return KeyedBags.from_lengths(
+        return Bags.from_lengths(
             np.arange(self.count, dtype=np.int32),
             np.full(self.count, bags, np.int64),
             np.full(num_bags, hotness, np.int64),

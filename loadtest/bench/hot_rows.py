@@ -30,7 +30,7 @@ from router.plan import Plan
 from router.router import Router
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import EXACT
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 
 TIMEOUT_S = 60.0
 SHARDS, BAGS, BATCHES = 2, 100, 10
@@ -55,12 +55,12 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
 
 
 def measure_lookups(
-    bench: Bench, process_ids: Sequence[int], seconds: float, batches: Sequence[KeyedBags], router: Router, _: int
+    bench: Bench, process_ids: Sequence[int], seconds: float, batches: Sequence[Bags], router: Router, _: int
 ) -> Values:
     """Look batches up in turns for some seconds."""
     wire_bytes = list[int]()
 
-    async def lookup(batch: KeyedBags) -> None:
+    async def lookup(batch: Bags) -> None:
         embeddings = await router.lookup(MODEL, 1, batch, time.monotonic() + TIMEOUT_S, EXACT)
         wire_bytes.append(sum(embeddings.times.wire_bytes))
 
@@ -74,9 +74,7 @@ def measure_lookups(
     }
 
 
-def draw_hits(
-    tables: UniformTables, rng: np.random.Generator, hotness: int, hot_rows: int, hit_rate: float
-) -> KeyedBags:
+def draw_hits(tables: UniformTables, rng: np.random.Generator, hotness: int, hot_rows: int, hit_rate: float) -> Bags:
     """Draw bags of every table; an id is one of its first `hot_rows` with chance `hit_rate`, else one of the others."""
     drawn = tables.draw(rng, BAGS, hotness)
     is_hot = rng.random(drawn.values.size) < hit_rate

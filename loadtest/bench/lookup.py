@@ -30,7 +30,7 @@ from loadtest.bench.harness import (
 )
 from router.plan import Plan
 from router.router import Router
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Bags, Float32Array, Int64Array
 from shard_node.engine.arena import Arena, allocate_rows
 from shard_node.node import LocalShard
 
@@ -38,7 +38,7 @@ FEATURES, BATCHES = 26, 8
 TIMEOUT_S = 60.0
 BARE, FLOAT32 = "bare op", "nn.EmbeddingBag fp32"
 MEASURES = (Measure("time of a batch", "µs"),)
-Batch: TypeAlias = tuple[KeyedBags, Int64Array]
+Batch: TypeAlias = tuple[Bags, Int64Array]
 """Raw ids by feature, and the same rows as int64 [n] in the order of all tables one after the other."""
 Call: TypeAlias = Callable[[Batch], Awaitable[Float32Array]]
 

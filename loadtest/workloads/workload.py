@@ -23,7 +23,7 @@ from loader.errors import ConfigError, nearest
 from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Bags, Float32Array, Int64Array
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -279,7 +279,7 @@ class Workload:
             lengths = np.where(lengths > 1, around, 1 + (eighth == 7) - (eighth == 0))
         table = np.repeat(np.repeat(schema.table_index, bags_per_key), lengths)
         values: Int64Array = self._scatter.rows(self._ids.ranks(rng, self._scatter.num_rows[table]), table)
-        bags = KeyedBags.from_lengths(np.arange(bags_per_key.size, dtype=np.int32), bags_per_key, lengths, values)
+        bags = Bags.from_lengths(np.arange(bags_per_key.size, dtype=np.int32), bags_per_key, lengths, values)
         counts = bags.values_per_key()
         if self._is_weighted.any():
             weights = np.where(np.repeat(self._is_weighted, counts), rng.random(values.size, np.float32), np.float32(1))

@@ -24,7 +24,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import MappedBags
 from router.router import Router
 from serving.models.inputs import InputShapes, Run, find_runs, write_run
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.kernel_params import MODES, OutDtype, round_up
 
@@ -161,7 +161,7 @@ class CardLayout:
                 self.areas.append(Area(area.rows, width))
         self.sums = tuple(sums)
 
-    def pooled(self, router: Router, mapped: MappedBags) -> KeyedBags:
+    def pooled(self, router: Router, mapped: MappedBags) -> Bags:
         """Find what is pooled of a batch of all features, `num_keys` keys: its bags, or the bags of all lookups."""
         if not self._is_divided:
             return mapped.bags

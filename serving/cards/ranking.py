@@ -29,7 +29,7 @@ from serving.models.ranking_models import RankingModel
 from serving.observe.calls import BatchTimes, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts, Scored
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Bags, Float32Array
 from shard_node.cuda.card_engine import CardEngine, CardStream
 from shard_node.errors import CardError, MemoryBudgetError
 from shard_node.node import LocalShard, Shard
@@ -117,7 +117,7 @@ class CardBatch:
         """Return whether all of its work is recorded."""
         return self._ranking is not None
 
-    def fill(self, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> None:
+    def fill(self, batch: MergedBatch, bags: Bags, pooled: Bags) -> None:
         """Pack a batch, whose bags have rows for ids, into pinned memory. Raises InvalidBagsError for a wrong row.
 
         `pooled` is what the layout makes of the bags. Nothing of the last batch may be under way.
@@ -138,7 +138,7 @@ class CardBatch:
     def run_empty(self) -> None:
         """Run the work of the whole class without a batch. Raises MemoryBudgetError if the dense model has no room."""
         keys, no_bags = np.arange(self._layout.num_keys, dtype=np.int32), np.zeros(self._layout.num_keys, np.int64)
-        self._slot.fill(KeyedBags(keys, no_bags, np.zeros(1, np.int64), np.zeros(0, np.int64)))
+        self._slot.fill(Bags(keys, no_bags, np.zeros(1, np.int64), np.zeros(0, np.int64)))
         self._put(None)
         self._lane.stream.synchronize()
 
@@ -246,7 +246,7 @@ class CardScorer:
         """List those that have buffers for a model, the latest used first."""
         return [batch_class for of, batch_class in reversed(self._batches) if of is model]
 
-    def pack(self, model: CardModel, batch: MergedBatch, bags: KeyedBags, pooled: KeyedBags) -> CardBatch:
+    def pack(self, model: CardModel, batch: MergedBatch, bags: Bags, pooled: Bags) -> CardBatch:
         """Find or make the buffers for a batch, and fill them; arguments as of `CardBatch.fill`.
 
         Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.

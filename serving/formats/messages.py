@@ -34,7 +34,7 @@ from serving.formats.schema import PARTS, Part, RequestSchema, part_path
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.results import LookupResult, Ragged, RankResult
-from shard_node.bags import Float32Array, KeyedBags
+from shard_node.bags import Bags, Float32Array
 
 CONTENT_TYPE = "application/x-protobuf"
 _NAMES = {"rank": "shardrank.v1.RankRequest", "lookup": "shardrank.v1.LookupRequest"}
@@ -204,7 +204,7 @@ class MessageCodec(Codec, eq=False):
         self,
         schema: RequestSchema,
         count: int,
-        bags: KeyedBags,
+        bags: Bags,
         context: Float32Array,
         candidates: Float32Array,
         texts: list[str],

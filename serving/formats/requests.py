@@ -15,7 +15,7 @@ from serving.errors import count_mismatch, invalid_field, invalid_id, limit_exce
 from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
 from serving.results import LookupResult, RankResult
-from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
+from shard_node.bags import Bags, Float32Array, Int32Array, Int64Array
 from shard_node.freshness import FreshnessBound
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -37,7 +37,7 @@ class RankRequest:
         bound: how old its rows may be; None for any age.
     """
 
-    bags: KeyedBags
+    bags: Bags
     num_candidates: int
     context_dense: Float32Array
     candidate_dense: Float32Array
@@ -55,7 +55,7 @@ class LookupRequest:
     `num_floats` are those of the response; each row and each bag of rows counts as one more.
     """
 
-    bags: KeyedBags
+    bags: Bags
     timeout_s: float
     num_floats: int
     request_id: str = ""
@@ -116,7 +116,7 @@ class Codec(msgspec.Struct, eq=False):
 
     def rank_request(
         self,
-        bags: KeyedBags,
+        bags: Bags,
         num_candidates: int,
         context_dense: Float32Array,
         candidate_dense: Float32Array,
@@ -132,7 +132,7 @@ class Codec(msgspec.Struct, eq=False):
         options = self.timeout_s, self.top_k, self.request_id, texts, self.bound
         return RankRequest(bags, num_candidates, context_dense, candidate_dense, *options)
 
-    def lookup_request(self, schema: RequestSchema, bags: KeyedBags, texts: Sequence[str]) -> LookupRequest:
+    def lookup_request(self, schema: RequestSchema, bags: Bags, texts: Sequence[str]) -> LookupRequest:
         """Make a lookup with the options that were read. Raises InvalidRequestError: too large a response."""
         # A row is a list in the response, and so is a bag of rows: each takes about as long to write as a float.
         row, is_none = schema.embedding_dims[bags.keys] + 1, schema.features.is_none[bags.keys]
@@ -237,7 +237,7 @@ class FeatureCounts(msgspec.Struct, eq=False):
         weights: Float32Array | None = None,
         *,
         is_lookup: bool = False,
-    ) -> KeyedBags:
+    ) -> Bags:
         """Make bags of what was counted, if the numbers agree and are within the limits.
 
         `lengths` are those of all bags of `RAGGED` features, `ids` all integer ids, `texts` all string ids, `weights`
@@ -262,7 +262,7 @@ class FeatureCounts(msgspec.Struct, eq=False):
             is_weighted[self.weighted] = True
             flat_weights[np.repeat(is_weighted, num_ids)] = weights
         if self.widths.count(1) == len(self.widths):
-            bags = KeyedBags(keys, num_bags, np.arange(total + 1), values, flat_weights)
+            bags = Bags(keys, num_bags, np.arange(total + 1), values, flat_weights)
             described = num_bags
         else:
             flat_lengths = np.repeat(np.array(self.widths, np.int64), num_bags)
@@ -277,7 +277,7 @@ class FeatureCounts(msgspec.Struct, eq=False):
                     path = schema.feature_path(schema.names[int(keys[segment])], is_lookup=is_lookup)
                     path += f".lengths[{bag - int(ends[segment] - num_bags[segment])}]"
                     raise invalid_field(path, f"{flat_lengths[bag]} is not in 0..{total}, the number of ids")
-            bags = KeyedBags.from_lengths(keys, num_bags, flat_lengths, values, flat_weights)
+            bags = Bags.from_lengths(keys, num_bags, flat_lengths, values, flat_weights)
             described = bags.values_per_key()
         if not np.array_equal(described, num_ids):
             segment = int((described != num_ids).argmax())
@@ -301,7 +301,7 @@ class FeatureCounts(msgspec.Struct, eq=False):
 
 
 def value_path(
-    schema: RequestSchema, bags: KeyedBags, value_index: int, member: str = "sparse", *, is_lookup: bool = False
+    schema: RequestSchema, bags: Bags, value_index: int, member: str = "sparse", *, is_lookup: bool = False
 ) -> str:
     """Path of one value, such as `candidates.sparse.film_id[3][0]`; a context feature has one index."""
     bag = int(np.searchsorted(bags.offsets, value_index, side="right")) - 1

@@ -34,7 +34,7 @@ from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import batch_spans, traced_batch, traced_lookup
 from serving.results import LookupResult, Ragged, RankResult
 from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, ReplyEncoding
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Bags, Float32Array, Int64Array
 from shard_node.freshness import FORKED_AGE_MS, UNKNOWN_AGE_MS, FreshnessBound, strictest
 from shard_node.node import NodeInfo, Shard
 
@@ -61,7 +61,7 @@ class MergedBatch:
         bound: the strictest one of its requests; None if rows may be of any age.
     """
 
-    bags: KeyedBags
+    bags: Bags
     candidate_starts: Int64Array
     request_of_candidate: Int64Array
     context_dense: Float32Array
@@ -86,8 +86,8 @@ def merge(requests: Sequence[RankRequest]) -> MergedBatch:
     )
 
 
-def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
-    """Join B keyed bags with the same S keys, key by key: for each key the bags of the first, of the second, ...
+def merge_bags(batch: Sequence[Bags]) -> Bags:
+    """Join B batches of bags with the same S keys, key by key: for each key the bags of the first, of the second, ...
 
     Request b's bags of key s stand at b * S + s before, and at s * B + b after: these segments are transposed.
     Where neighbouring keys have as many bags, or ids, as each other in every request, their segments of one request are
@@ -112,7 +112,7 @@ def merge_bags(batch: Sequence[KeyedBags]) -> KeyedBags:
         weights = join_values(
             [np.ones(bags.num_values, np.float32) if bags.weights is None else bags.weights for bags in batch]
         )
-    return KeyedBags(
+    return Bags(
         batch[0].keys,
         bags_per_segment.sum(axis=0),
         _starts(join_lengths([lengths[first : end - 1] for first, end in pairs])),

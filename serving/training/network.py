@@ -27,7 +27,7 @@ from router.id_mapping import IdMapper
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.ranking_models import build_model
 from serving.training.dataset import TrainingError, offsets_of, positions_in
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Bags, Float32Array, Int64Array
 
 # Share of the pooled embeddings' elements, and of the sequences' rows, dropped while training.
 DROPOUT = 0.1
@@ -83,7 +83,7 @@ class RequestBatches:
             for name, ids in vocabularies.items()
         }
         names = [feature.name for feature in schema.features]
-        bags = KeyedBags.from_lengths(
+        bags = Bags.from_lengths(
             np.arange(len(names), dtype=np.int32),
             np.array([requests.lengths[name].size for name in names], np.int64),
             np.concatenate([requests.lengths[name] for name in names]),

@@ -44,7 +44,7 @@ from serving.rank.ranking import MergedBatch, Ranking, RankingParts
 from serving.rank.replica import LoopReplica, Replica
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import UNKNOWN_SEQUENCE, ReplyEncoding, SumFormat
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.node import LocalShard, NodeInfo, Shard, ShardNode
 from shard_node.wire.tls import TlsClientConfig
 
@@ -567,7 +567,7 @@ def golden_batches(schema: RequestSchema, golden: GoldenRequests) -> Iterator[tu
         yield batch, np.stack([scores[candidates] for scores in (golden.scores, *outputs)])
 
 
-def golden_bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, candidates: slice) -> KeyedBags:
+def golden_bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, candidates: slice) -> Bags:
     """Return the bags of some golden requests and of their candidates."""
     lengths, values, weights = [], [], []
     for feature in schema.features.features:
@@ -577,7 +577,7 @@ def golden_bags(schema: RequestSchema, golden: GoldenRequests, requests: slice, 
         lengths.append(golden.lengths[name][bags])
         values.append(golden.values[name][ids])
         weights.append(golden.weights[name][ids] if name in golden.weights else np.ones(values[-1].size, np.float32))
-    return KeyedBags.from_lengths(
+    return Bags.from_lengths(
         schema.keys,
         np.array([bags.size for bags in lengths], dtype=np.int64),
         np.concatenate(lengths),

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from shard_node.bags import Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.buckets import BucketCells, Partition
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
@@ -168,7 +168,7 @@ class RunTable:
         self.constant["out_offset"] = runs.out_offsets
         self.constant["out_stride"] = runs.out_strides
 
-    def blocks(self, bags: KeyedBags) -> Blocks:
+    def blocks(self, bags: Bags) -> Blocks:
         """Cut a batch's runs into thread blocks."""
         of_keys = self.runs.of_keys
         first, num = of_keys(bags.bag_starts()[:-1]), of_keys(bags.bags_per_key)
@@ -225,11 +225,11 @@ class BatchLayout:
         self.extra_at, self.values_at, self.weights_at, self.size_bytes = edges[-4:]
 
     @classmethod
-    def tight(cls, bags: KeyedBags, blocks: Blocks) -> Self:
+    def tight(cls, bags: Bags, blocks: Blocks) -> Self:
         """For one batch and no larger one."""
         return cls(bags.num_values, bags.num_bags, blocks.num.size, blocks.counts, bags.weights is not None)
 
-    def used(self, bags: KeyedBags) -> tuple[tuple[int, int], ...]:
+    def used(self, bags: Bags) -> tuple[tuple[int, int], ...]:
         """Say which bytes a batch takes, that fits: one range [first, end) or, with weights, up to two."""
         first = self.offsets_at + 4 * (self.num_bags - bags.num_bags) // CHUNK_BYTES * CHUNK_BYTES
         end = self.values_at + 4 * bags.num_values
@@ -264,7 +264,7 @@ class BatchViews:
         for target in self.blocks:
             target[:, 0] = NO_RUN
 
-    def pack(self, bags: KeyedBags, blocks: Blocks) -> None:
+    def pack(self, bags: Bags, blocks: Blocks) -> None:
         """Write what changes from batch to batch. The batch is known to fit."""
         num_values, first_offset = bags.num_values, self.offsets.size - bags.offsets.size
         np.copyto(self.values[:num_values], bags.values, casting="unsafe")
@@ -284,7 +284,7 @@ def _view(array: ByteArray, first: int, size_bytes: int) -> ByteArray:
     return array[first : first + size_bytes]
 
 
-def check_fits(bags: KeyedBags, size: BatchSize) -> None:
+def check_fits(bags: Bags, size: BatchSize) -> None:
     """Raise InvalidBagsError, with the numbers, for a batch that is larger than a size."""
     if bags.num_values > size.num_values:
         raise InvalidBagsError(f"the batch has {bags.num_values} values, but there is room for {size.num_values}")
@@ -312,7 +312,7 @@ class RowChecks:
         self._cells = BucketCells(layout, ~self._is_divided)
         self._is_local: BoolArray = self._cells.spread(is_local, 0, np.bool_)
 
-    def check(self, bags: KeyedBags, tables: Int64Array | None = None) -> None:
+    def check(self, bags: Bags, tables: Int64Array | None = None) -> None:
         """Check a batch as `TableLayout.check`, and that each row is on this node. Raises InvalidBagsError."""
         self.layout.check(bags, tables)
         if not self._any_divided:
@@ -322,7 +322,7 @@ class RowChecks:
         if not self._is_divided[tables].any():
             return
         values_per_key = bags.values_per_key()
-        by_table = KeyedBags(tables.astype(np.int32), bags.bags_per_key, bags.offsets, bags.values)
+        by_table = Bags(tables.astype(np.int32), bags.bags_per_key, bags.offsets, bags.values)
         is_local = self._is_local[self._cells.of(by_table, values_per_key)]
         if not is_local.all():
             wrong = int(is_local.argmin())

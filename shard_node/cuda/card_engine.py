@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
-from shard_node.bags import Float32Array, Int64Array, KeyedBags
+from shard_node.bags import Bags, Float32Array, Int64Array
 from shard_node.cuda.batch import (
     MAX_BATCH_VALUES,
     BatchLayout,
@@ -163,7 +163,7 @@ class BatchBuffer:
         """uint8 [size.extra_bytes], pinned."""
         return self._views.extra
 
-    def fill(self, bags: KeyedBags) -> None:
+    def fill(self, bags: Bags) -> None:
         """Pack a batch into pinned memory, after what is still to be read from there has been.
 
         Its keys are those of the runs. Raises InvalidBagsError: as `RowChecks.check`, or it is larger than the slot.
@@ -215,7 +215,7 @@ class HostPool:
         self._out: Memory | None = None
         self._down: Memory | None = None
 
-    def pool(self, bags: KeyedBags, tables: Int64Array) -> list[Float32Array]:
+    def pool(self, bags: Bags, tables: Int64Array) -> list[Float32Array]:
         """As `Engine.pool`, of at least one checked bag; `tables`, int64 [S], are its keys."""
         lane, shapes = self._lane, self._lane.rows.shapes
         runs, group_elements = block_runs(shapes, bags, tables)
@@ -266,7 +266,7 @@ class HostPool:
         self._free_outputs()
 
 
-def block_runs(shapes: BatchShapes, bags: KeyedBags, tables: Int64Array) -> tuple[OutputRuns, list[tuple[int, int]]]:
+def block_runs(shapes: BatchShapes, bags: Bags, tables: Int64Array) -> tuple[OutputRuns, list[tuple[int, int]]]:
     """Return runs that write one block [bags of the group, embedding_dim] for each group, one after the other.
 
     Also, for each group, the elements [first, end) of its block; blocks are aligned to 16 bytes.
@@ -330,7 +330,7 @@ class CardEngine:
         for pool in self._pools:
             self._free_pools.put(pool)
 
-    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+    def pool(self, bags: Bags) -> list[Float32Array]:
         """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
         bags = bags.wide()
         self._rows.checks.check(bags)
@@ -349,7 +349,7 @@ class CardEngine:
         self._rows.lookups.add(tables, bags)
         return blocks
 
-    def answer(self, bags: KeyedBags) -> Answer:
+    def answer(self, bags: Bags) -> Answer:
         """As `Engine.answer`, of sums: rows lie on the cards in another form than the stored one."""
         return Answer(self.pool(bags))
 

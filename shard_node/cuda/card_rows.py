@@ -19,7 +19,7 @@ import numpy as np
 
 from loader.snapshot.buckets import RowBuckets
 from shard_node.access_counts import LookupSampler
-from shard_node.bags import Group, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Group, Int64Array, TableLayout
 from shard_node.cuda.batch import BatchShapes, RowChecks
 from shard_node.cuda.kernel_params import (
     CHUNK_BYTES,
@@ -402,7 +402,7 @@ class LookupCounts:
         self._counts = np.zeros(len(layout.tables), np.int64)
         self._lock = threading.Lock()
 
-    def add(self, tables: Int64Array, bags: KeyedBags) -> None:
+    def add(self, tables: Int64Array, bags: Bags) -> None:
         """Add a checked batch, whose keys are tables [S], which may name a table twice."""
         values_per_key = bags.values_per_key()
         with self._lock:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from loader.memory import give_back
 from loader.snapshot.tables import RowDtype
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Float32Array, Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS, BucketCells, per_value
 from shard_node.engine.base import Tier
 from shard_node.engine.kernels import as_tensor, pool_rows
@@ -174,12 +174,12 @@ class Placement:
         is_undivided = bool(self._is_undivided[tables].all())
         return is_undivided, is_undivided and not self._undivided_base[tables].any()
 
-    def slots_of_undivided(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+    def slots_of_undivided(self, bags: Bags, values_per_key: Int64Array) -> Int64Array:
         """Find the slots (int64 [n]) of rows whose tables are undivided in their group's arena."""
         base = self._undivided_base[bags.keys]
         return bags.values + (base if base.size == 1 else np.repeat(base, values_per_key))
 
-    def locate(self, bags: KeyedBags, values_per_key: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
+    def locate(self, bags: Bags, values_per_key: Int64Array) -> tuple[npt.NDArray[np.uint16], Int64Array]:
         """Find each row's arena (uint16 [n]) and slot (int64 [n]). Raises InvalidBagsError if it is not here."""
         cell = self._cell_of(bags, values_per_key)
         arena = self._cell_arena.take(cell)
@@ -190,7 +190,7 @@ class Placement:
         slots += bags.values >> per_value(self._slot_shift, bags, values_per_key)
         return arena, slots
 
-    def slots_in_arena(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+    def slots_in_arena(self, bags: Bags, values_per_key: Int64Array) -> Int64Array:
         """Find the slots as `locate`, where one arena has all rows that these tables have here."""
         base = self._base_or_far
         if bags.values.dtype != base.dtype:
@@ -204,14 +204,14 @@ class Placement:
             raise self._not_here(bags, values_per_key, int((slots < 0).argmax()))
         return slots
 
-    def _cell_of(self, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+    def _cell_of(self, bags: Bags, values_per_key: Int64Array) -> Int64Array:
         cell = self._cells.of(bags, values_per_key)
         if self._cut_by_files and (self._files_shift[bags.keys] < ALL_BITS).any():
             file = bags.values >> per_value(self._files_shift, bags, values_per_key)
             cell += file * per_value(self._cells_per_file, bags, values_per_key)
         return cell
 
-    def _not_here(self, bags: KeyedBags, values_per_key: Int64Array, position: int) -> InvalidBagsError:
+    def _not_here(self, bags: Bags, values_per_key: Int64Array, position: int) -> InvalidBagsError:
         segment = int(np.searchsorted(np.cumsum(values_per_key), position, side="right"))
         table = self._layout.tables[int(bags.keys[segment])].name
         return InvalidBagsError(f"row {int(bags.values[position])} of table {table!r} is not on this node")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Float32Array, Int64Array, TableLayout
 
 Tier = Literal["ram", "mapped", "card", "hot", "pinned"]
 """Where rows are: host RAM, the mapped snapshot, one card, a copy on every card, pinned host memory that cards read."""
@@ -63,7 +63,7 @@ class WritableRows(Protocol):
 
     @property
     def layout(self) -> TableLayout:
-        """The tables, in the order in which `KeyedBags.keys` numbers them."""
+        """The tables, in the order in which `Bags.keys` numbers them."""
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """Replace rows, between pooling: a `pool` sees each of them as it was before, or as it is now.
@@ -82,7 +82,7 @@ class WritableRows(Protocol):
 class Engine(WritableRows, Protocol):
     """Pools bags from the rows that it holds. Thread-safe: all but `close` may run in several threads at once."""
 
-    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+    def pool(self, bags: Bags) -> list[Float32Array]:
         """Sum the rows of each bag. Keys are tables, values are rows that this engine holds.
 
         Returns one float32 block per group of the layout, [bags of the group's tables, embedding_dim], bags in the
@@ -90,7 +90,7 @@ class Engine(WritableRows, Protocol):
         for a row that is outside its table or not on this engine.
         """
 
-    def answer(self, bags: KeyedBags) -> Answer:
+    def answer(self, bags: Bags) -> Answer:
         """Pool as `pool`, or give the rows of tables that `travel_as_stored`, as they are, where this engine can.
 
         All of the answer is of one moment between two `write_rows`. Raises as `pool`.

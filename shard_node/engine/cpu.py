@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer, StoredRows, group_keys, travel_as_stored
-from shard_node.bags import Float32Array, Group, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Float32Array, Group, Int64Array, TableLayout
 from shard_node.engine.arena import NOT_HERE, PAGE_BYTES, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier, write_pieces
 from shard_node.generation import RowLock
@@ -65,11 +65,11 @@ class CpuEngine:
         self._writing = threading.Lock()
         self._claim, self._private_bytes = claim, 0
 
-    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+    def pool(self, bags: Bags) -> list[Float32Array]:
         """As `Engine.pool`."""
         return self._of_groups(bags, self._pool_group)
 
-    def answer(self, bags: KeyedBags) -> Answer:
+    def answer(self, bags: Bags) -> Answer:
         """As `Engine.answer`: rows of tables that travel as stored, sums of the others."""
         answers = self._of_groups(bags, self._answer_group)
         return Answer([sums for sums, _ in answers], [stored for _, stored in answers])
@@ -123,7 +123,7 @@ class CpuEngine:
                 self._row_lock.end_write()
         return sum(at.size for _, at, _ in parts)
 
-    def _of_groups(self, bags: KeyedBags, work: Callable[[_GroupArenas, KeyedBags, Int64Array], Of]) -> list[Of]:
+    def _of_groups(self, bags: Bags, work: Callable[[_GroupArenas, Bags, Int64Array], Of]) -> list[Of]:
         """Check the bags, and call `work` with each group's, between two writes."""
         self.layout.check(bags)
         values_per_key = bags.values_per_key()
@@ -148,7 +148,7 @@ class CpuEngine:
         return results
 
     def _answer_group(
-        self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array
+        self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array
     ) -> tuple[Float32Array, StoredRows]:
         is_stored = travel_as_stored(group.group, values_per_key, bags.bags_per_key)
         if is_stored.all():
@@ -159,7 +159,7 @@ class CpuEngine:
         sums = self._pool_group(group, others, others.values_per_key())
         return sums, self._stored(group, stored, stored.values_per_key())
 
-    def _stored(self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array) -> StoredRows:
+    def _stored(self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array) -> StoredRows:
         """Copy the row of each value as it is stored, uint8 [n, row_bytes]."""
         if len(group.arenas) == 1:
             return self._arenas[group.arenas[0]].take(self._slots(group, bags, values_per_key))
@@ -170,21 +170,21 @@ class CpuEngine:
             rows[chosen] = self._arenas[number].take(slots[chosen])
         return rows
 
-    def _slots(self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array) -> Int64Array:
+    def _slots(self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array) -> Int64Array:
         if group.are_slots:
             return bags.values
         if group.is_undivided:
             return self._placement.slots_of_undivided(bags, values_per_key)
         return self._placement.slots_in_arena(bags, values_per_key)
 
-    def _pool_group(self, group: _GroupArenas, bags: KeyedBags, values_per_key: Int64Array) -> Float32Array:
+    def _pool_group(self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array) -> Float32Array:
         if len(group.arenas) == 1:
             slots = self._slots(group, bags, values_per_key)
             return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
         if not bags.num_bags:
             return np.zeros((0, group.group.embedding_dim), np.float32)
         arena, slots = self._placement.locate(bags, values_per_key)
-        placed = KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
+        placed = Bags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
         parts = split(placed, arena, group.arenas)
         pooled = [
             (part.bag_index, self._arenas[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))
@@ -223,13 +223,13 @@ class CpuEngine:
             arena.free()
 
 
-def _slice_keys(bags: KeyedBags, first: int, end: int) -> KeyedBags:
+def _slice_keys(bags: Bags, first: int, end: int) -> Bags:
     # Keys of other groups must go even if they have no bags: what follows counts by key.
     if first == 0 and end == bags.keys.size:
         return bags
     first_bag, end_bag = bags.bag_starts()[[first, end]].tolist()
     first_value, end_value = int(bags.offsets[first_bag]), int(bags.offsets[end_bag])
-    return KeyedBags(
+    return Bags(
         bags.keys[first:end],
         bags.bags_per_key[first:end],
         bags.offsets[first_bag : end_bag + 1] - first_value,

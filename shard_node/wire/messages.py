@@ -21,7 +21,7 @@ from loader.errors import DeadlineExceededError, ExportError, OverloadedError, S
 from loader.snapshot.tables import refused_as
 from shard_node import errors
 from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding, SumFormat
-from shard_node.bags import Float32Array, Int32Array, Int64Array, KeyedBags
+from shard_node.bags import Bags, Float32Array, Int32Array, Int64Array
 from shard_node.errors import RemoteError, WireError
 from shard_node.freshness import UNKNOWN_AGE_MS
 from shard_node.node import NodeInfo
@@ -72,7 +72,7 @@ _ERROR_OF_KIND: dict[str, type[ShardrankError]] = {
 class PoolRequest:
     """A POOL frame as it was received: arrays are views into the frame, not yet checked to describe bags.
 
-    Shapes are those of `KeyedBags`; bags_per_key, offsets and values are int32 or int64. `forms` are those
+    Shapes are those of `Bags`; bags_per_key, offsets and values are int32 or int64. `forms` are those
     of an answer that its sender takes, and `num_fields` of its fields; `trace` is the span of the call, if it is
     sampled.
     """
@@ -88,10 +88,10 @@ class PoolRequest:
     num_fields: int = 0
     trace: SpanContext | None = None
 
-    def bags(self) -> KeyedBags:
+    def bags(self) -> Bags:
         """Return the bags as they lie, but for numbers of bags, which become int64; they are not checked."""
         counts = self.bags_per_key.astype(np.int64, copy=False)
-        return KeyedBags(self.keys, counts, self.offsets, self.values, self.weights)  # type: ignore[arg-type]
+        return Bags(self.keys, counts, self.offsets, self.values, self.weights)  # type: ignore[arg-type]
 
 
 def encode_pool(
@@ -99,7 +99,7 @@ def encode_pool(
     budget_us: int,
     model: str,
     version: int,
-    bags: KeyedBags,
+    bags: Bags,
     forms: ReplyEncoding = FLOAT32_SUMS,
     trace: SpanContext | None = None,
 ) -> list[Buffer]:

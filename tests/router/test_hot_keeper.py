@@ -29,7 +29,7 @@ from router.router import Router
 from router.shard import ReplicaSource, ReplicatedShard
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.agent.delta_follower import Followers
-from shard_node.bags import Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
 from shard_node.errors import MemoryBudgetError
@@ -157,7 +157,7 @@ def exported(snapshot: Snapshot, table: str, row: int) -> np.ndarray:
     return RowCodec(spec.dtype, spec.embedding_dim).decode(snapshot.read_rows(table, row, 1))[0]
 
 
-def bags_of(users: Int64Array) -> KeyedBags:
+def bags_of(users: Int64Array) -> Bags:
     """Feature `user` alone, one id a bag."""
     return table_bags.bags_of({FeatureSchema.of(SPEC).index["user"]: users.reshape(-1, 1)})
 

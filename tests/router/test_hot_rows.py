@@ -16,7 +16,7 @@ from router.errors import HotRowsError
 from router.hot_rows import ROW_OVERHEAD_BYTES, HotIndex, HotRows, HotRowsConfig, HotSet
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import ReplyEncoding
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.freshness import FreshnessBound
 from shard_node.node import LocalShard
 from shardrank_testing.snapshots import make_spec
@@ -75,7 +75,7 @@ def random_hot(stored: StoredModel, rng: np.random.Generator, fraction: float) -
     return hot
 
 
-def expected_hits(stored: StoredModel, hot: HotRows, bags: KeyedBags) -> int:
+def expected_hits(stored: StoredModel, hot: HotRows, bags: Bags) -> int:
     tables = np.repeat(stored.schema.table_index[bags.keys], bags.values_per_key()).astype(np.int64)
     return int(np.isin((tables << TABLE_SHIFT) + bags.values, hot.current.keys).sum())
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loader.snapshot.tables import HashMapping, TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
 from router.id_mapping import UNKNOWN, IdMapper, VocabularyIndex, hashed_rows, splitmix64
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shardrank_testing import bags as table_bags
 from shardrank_testing.snapshots import model_of, table_of
 
@@ -25,7 +25,7 @@ def table(name: str, rows: int = 10, **options) -> TableSpec:
     return table_of(f"t_{name}", rows, 4, *options.pop("features", (name,)), **options)
 
 
-def bags_of(*per_feature: list[list[int]]) -> KeyedBags:
+def bags_of(*per_feature: list[list[int]]) -> Bags:
     return table_bags.bags_of(dict(enumerate(per_feature)))
 
 
@@ -105,7 +105,7 @@ def test_rows_are_those_of_each_id_alone(unknown_id: str, data: st.DataObject) -
     ids = [data.draw(st.lists(st.lists(IDS, max_size=5), max_size=4), name) for name in MAPPINGS]
     bags = bags_of(*ids)
     weights = np.arange(bags.num_values, dtype=np.float32)
-    mapped = mapper.map(KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, weights))
+    mapped = mapper.map(Bags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, weights))
     unknown, rows, kept_weights, lengths = [], [], [], []
     weight = itertools.count()
     for key, (name, feature) in enumerate(zip(MAPPINGS, ids, strict=True)):

@@ -11,7 +11,7 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan import REPLICATED, BucketOwners, Plan, table_bytes
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.buckets import NodeIdentity
 from shardrank_testing import topologies
 from shardrank_testing.bags import bags_of_random_rows
@@ -175,13 +175,13 @@ def test_numbers_out_of_range_are_refused(make, message):
         make(spec_of([10]))
 
 
-def bags_of(plan: Plan, rng: np.random.Generator, keys: list[int]) -> KeyedBags:
+def bags_of(plan: Plan, rng: np.random.Generator, keys: list[int]) -> Bags:
     counts = rng.integers(0, 40, len(keys))
     num_rows = [plan.layout.tables[key].num_embeddings for key in keys]
     return bags_of_random_rows(rng, np.array(keys, np.int32), counts, np.ones(int(counts.sum()), np.int64), num_rows)
 
 
-def expected_owners(plan: Plan, bags: KeyedBags, up: list[int], turn: int) -> list[int]:
+def expected_owners(plan: Plan, bags: Bags, up: list[int], turn: int) -> list[int]:
     owners, starts = [], bags.value_starts().tolist()
     for segment, key in enumerate(bags.keys.tolist()):
         table = plan.layout.tables[key]

@@ -20,7 +20,7 @@ from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import VALUE_BYTES, Cutter, Router
 from shard_node.answer import Answer, ReplyEncoding, add_answers
-from shard_node.bags import CheckedBags, KeyedBags
+from shard_node.bags import Bags, CheckedBags
 from shard_node.errors import InvalidBagsError
 from shard_node.node import LocalShard
 from shard_node.split import split, whole
@@ -48,11 +48,11 @@ def stores(tmp_path_factory) -> dict[tuple[str, str | None], StoredModel]:
     }
 
 
-def look_up(router: Router, stored: StoredModel, bags: KeyedBags):
+def look_up(router: Router, stored: StoredModel, bags: Bags):
     return asyncio.run(lookup(router, stored.snapshot, bags))
 
 
-def single_ids(stored: StoredModel, feature: str, ids: Sequence[int]) -> KeyedBags:
+def single_ids(stored: StoredModel, feature: str, ids: Sequence[int]) -> Bags:
     """Bags of one id each."""
     return bags_of({stored.schema.index[feature]: [[one] for one in ids]})
 
@@ -142,7 +142,7 @@ async def test_rows_sent_as_stored_give_the_same_bits_everywhere(stores, tmp_pat
     keys = np.array(sorted(stored.schema.index[name] for name in features), np.int32)
     num_bags = 40 * keys.size
     rng = np.random.default_rng(hotness)
-    bags = KeyedBags.from_lengths(
+    bags = Bags.from_lengths(
         keys,
         np.full(keys.size, 40),
         np.full(num_bags, hotness),
@@ -273,7 +273,7 @@ async def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
     wide = Snapshot.open(path)
     # Of 6,000 bags 16 KiB each come back: more than one frame may hold.
     rows = np.arange(18_000, dtype=np.int64) % 100
-    bags = KeyedBags.from_lengths(np.array([0], np.int32), np.array([6000], np.int64), np.full(6000, 3), rows)
+    bags = Bags.from_lengths(np.array([0], np.int32), np.array([6000], np.int64), np.full(6000, 3), rows)
     expected = await lookup(local_router(wide, Topology()), wide, bags)
     async with remote_router(wide, Topology(), tmp_path) as router:
         embeddings = await lookup(router, wide, bags)
@@ -281,7 +281,7 @@ async def test_what_is_too_large_for_a_frame_travels_in_pieces(tmp_path):
     assert embeddings.times.wire_bytes[1:] == (0, 0, 0, 6000 * 4096 * 4)
 
 
-def router_of(stored: StoredModel, **changes: Any) -> tuple[Router, list[KeyedBags]]:
+def router_of(stored: StoredModel, **changes: Any) -> tuple[Router, list[Bags]]:
     """A router by a description with changed tables over a node with the stored ones, and the bags sent to the node."""
     tables = [{**table.model_dump(), **changes} for table in stored.spec.tables]
     spec = ModelSpec.model_validate({**stored.spec.model_dump(), "tables": tables})
@@ -301,11 +301,11 @@ def test_values_called_checked_are_rows(stores, policy):
         bags_per_key = rng.integers(0, 4, keys.size)
         lengths = rng.integers(0, 4, bags_per_key.sum())
         ids = rng.choice([0, 18, 19, 776, 777, 2**40, 2**63 - 1], lengths.sum())
-        look_up(router, stored, KeyedBags.from_lengths(keys, bags_per_key, lengths, ids))
+        look_up(router, stored, Bags.from_lengths(keys, bags_per_key, lengths, ids))
     assert len(sent) == 30
     for bags in sent:
         assert isinstance(bags, CheckedBags)
-        bags.layout.check(KeyedBags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, bags.weights))
+        bags.layout.check(Bags(bags.keys, bags.bags_per_key, bags.offsets, bags.values, bags.weights))
 
 
 def test_a_node_with_other_tables_checks_for_itself(stores):

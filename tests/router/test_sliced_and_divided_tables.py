@@ -15,7 +15,7 @@ from loader.errors import ShardrankError
 from loader.snapshot.row_classes import RowClasses
 from router.feature_schema import FeatureSchema
 from router.id_mapping import PartRows
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shardrank_testing.divided import Twins, describe, write_twins
 from shardrank_testing.snapshots import make_spec
 from shardrank_testing.topologies import Topology, local_router, lookup, random_feature_bags
@@ -54,7 +54,7 @@ LEVERS = {
 }
 
 
-def by_name(snapshot, router, bags: KeyedBags, projections=None) -> dict[str, np.ndarray]:
+def by_name(snapshot, router, bags: Bags, projections=None) -> dict[str, np.ndarray]:
     embeddings = asyncio.run(lookup(router, snapshot, bags))
     found = {}
     for key in bags.keys.tolist():
@@ -63,7 +63,7 @@ def by_name(snapshot, router, bags: KeyedBags, projections=None) -> dict[str, np
     return found
 
 
-def in_order_of(twins: Twins, bags: KeyedBags) -> KeyedBags:
+def in_order_of(twins: Twins, bags: Bags) -> Bags:
     """Return the same bags with the flat indices of the whole twin, whose tables are in another order."""
     schema, other = FeatureSchema.of(twins.divided.spec), FeatureSchema.of(twins.whole.spec)
     keys = np.array([other.index[schema.features[key].name] for key in bags.keys.tolist()], np.int32)
@@ -73,9 +73,7 @@ def in_order_of(twins: Twins, bags: KeyedBags) -> KeyedBags:
         return np.concatenate([array[:0], *(array[starts[one] : starts[one + 1]] for one in order)])
 
     values = [ordered(array, bags.value_starts()) for array in (bags.values, bags.weights)]
-    return KeyedBags.from_lengths(
-        keys[order], bags.bags_per_key[order], ordered(bags.lengths, bags.bag_starts()), *values
-    )
+    return Bags.from_lengths(keys[order], bags.bags_per_key[order], ordered(bags.lengths, bags.bag_starts()), *values)
 
 
 @given(

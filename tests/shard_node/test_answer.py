@@ -15,7 +15,7 @@ from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.answer import Answer, ReplyEncoding, add_answers, group_keys, rounded, travel_as_stored
-from shard_node.bags import KeyedBags, TableLayout
+from shard_node.bags import Bags, TableLayout
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
 from shard_node.errors import RemoteError
@@ -62,7 +62,7 @@ def nodes(tmp_path_factory) -> Iterator[list[ShardNode]]:
 
 
 @st.composite
-def table_bags(draw: st.DrawFn, most: int = 6) -> KeyedBags:
+def table_bags(draw: st.DrawFn, most: int = 6) -> Bags:
     """Bags of some tables, each with at most `most` rows: in some tables one each, in others more, or none."""
     keys = sorted(draw(st.sets(st.integers(0, len(LAYOUT.tables) - 1))))
     lengths = {key: draw(st.lists(st.integers(0, draw(st.sampled_from([1, most]))), max_size=5)) for key in keys}
@@ -74,13 +74,13 @@ def table_bags(draw: st.DrawFn, most: int = 6) -> KeyedBags:
     )
 
 
-def bags_of_lengths(lengths: dict[int, list[int]]) -> KeyedBags:
+def bags_of_lengths(lengths: dict[int, list[int]]) -> Bags:
     """Bags of tables, by their number, with rows 0, 1, 2, and so on."""
     rows = itertools.count()
     return bags_of({table: [list(itertools.islice(rows, n)) for n in of_table] for table, of_table in lengths.items()})
 
 
-def parts_of(bags: KeyedBags, num_owners: int, seed: int) -> list[Part]:
+def parts_of(bags: Bags, num_owners: int, seed: int) -> list[Part]:
     if num_owners == 1:
         return [whole(bags)]
     owner = np.random.default_rng(seed).integers(0, num_owners, bags.num_values).astype(np.uint8)
@@ -94,7 +94,7 @@ def bags_of_group(part: Part, number: int) -> np.ndarray:
     return part.bag_index[starts[first] : starts[end]]
 
 
-def rounding(bags: KeyedBags, parts: list[Part], answers: list[Answer], exact: Engine) -> list[np.ndarray]:
+def rounding(bags: Bags, parts: list[Part], answers: list[Answer], exact: Engine) -> list[np.ndarray]:
     """How far rounding the sums of parts can take each sum of the whole, [bags, dim] for each group."""
     far = [np.zeros(block.shape) for block in exact.pool(bags)]
     for number, (_, first, _) in enumerate(group_keys(LAYOUT, bags)):

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.split import NEARLY_ALL, Part, add, split, whole
-from shardrank_testing.bags import bags_of, keyed_bags, pool_by_definition
+from shardrank_testing.bags import bags_of, pool_by_definition, small_bags
 
 DIM = 3
 OWNERS = (st.integers(1, 12), st.randoms(use_true_random=False))
 
 
-def pool(bags: KeyedBags) -> np.ndarray:
+def pool(bags: Bags) -> np.ndarray:
     # Small integers and quarters: every sum is exact in float32, so answers can be compared for equality.
     table = np.arange(1000 * DIM, dtype=np.float32).reshape(1000, DIM)
     edges = bags.offsets[1:-1]
@@ -24,7 +24,7 @@ def pool(bags: KeyedBags) -> np.ndarray:
     return pooled.astype(np.float32)
 
 
-def random_owners(bags: KeyedBags, num_owners: int, random, dtype: type = np.uint16) -> np.ndarray:
+def random_owners(bags: Bags, num_owners: int, random, dtype: type = np.uint16) -> np.ndarray:
     return np.array([random.randrange(num_owners) for _ in range(bags.num_values)], dtype)
 
 
@@ -32,7 +32,7 @@ def pooled(parts: list[Part]) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(part.bag_index, pool(part.bags)) for part in parts]
 
 
-@given(st.one_of(keyed_bags(max_hotness=1), keyed_bags()), *OWNERS, st.data())
+@given(st.one_of(small_bags(max_hotness=1), small_bags()), *OWNERS, st.data())
 def test_the_pooled_parts_of_any_split_add_up(bags, num_owners, random, data):
     """All of them, and those of a range of bags."""
     parts, expected = split(bags, random_owners(bags, num_owners, random), range(num_owners)), pool(bags)
@@ -50,7 +50,7 @@ def test_the_pooled_parts_of_any_split_add_up(bags, num_owners, random, data):
         np.testing.assert_array_equal(actual, expected[first:end])
 
 
-@given(keyed_bags(), *OWNERS, st.sampled_from([np.int32, np.int64]))
+@given(small_bags(), *OWNERS, st.sampled_from([np.int32, np.int64]))
 def test_parts_hold_every_value_once_in_order(bags, num_owners, random, dtype):
     """Under the right key and in the right bag; empty bags only if all bags are there."""
     bags = bags.with_values(bags.values.astype(dtype), bags.weights)

@@ -44,7 +44,7 @@ from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.delta_follower import FollowerConfig
 from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
 from shard_node.agent.version_loading import StagingConfig
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.buckets import NodeIdentity, Partition
 from shard_node.engine.memory import RowMemory
 from shard_node.node import ShardNode
@@ -246,7 +246,7 @@ class ShardProcess(Process):
         every = np.arange(NUM_ROWS)
         mine = every[tables.partition.card_of_bucket[0][BUCKETS.of_rows(every)] >= 0]
         keys, counts = np.zeros(1, np.int32), np.array([mine.size])
-        bags = KeyedBags.from_lengths(keys, counts, np.ones(mine.size, np.int64), mine)
+        bags = Bags.from_lengths(keys, counts, np.ones(mine.size, np.int64), mine)
         (values,) = tables.engine.pool(bags)
         return dict(zip(mine.tolist(), values.reshape(-1, DIM)[:, 0].tolist(), strict=True))
 

@@ -18,7 +18,7 @@ from router.planning.network import (
 )
 from shard_node import split as split_module
 from shard_node.answer import Answer, group_keys
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.planning.hotness import Head, Hotness
 from shard_node.split import split, whole
 from shard_node.wire import messages
@@ -49,7 +49,7 @@ def drawn_bags(layout, rng, hotness, num_bags, *, ragged):
     counts = np.full(len(lengths), num_bags)
     flat = np.concatenate(lengths)
     values = rng.integers(0, layout.tables[0].num_embeddings, int(flat.sum()))
-    return lengths, KeyedBags.from_lengths(np.arange(len(lengths), dtype=np.int32), counts, flat, values)
+    return lengths, Bags.from_lengths(np.arange(len(lengths), dtype=np.int32), counts, flat, values)
 
 
 def answer_of(layout, bags):

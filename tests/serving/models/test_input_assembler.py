@@ -18,7 +18,7 @@ from router.plan import Plan
 from router.router import Embeddings, Router
 from serving.models.inputs import InputAssembler, RankingInputs, padded_sequence
 from serving.models.layers import Steps
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.node import LoadedTables, LocalShard, ShardNode
 from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import random_rows
@@ -56,7 +56,7 @@ def look_up(spec: ModelSpec, candidates: list[int], max_hotness: int, rng: np.ra
     lengths = rng.integers(0, max_hotness + 1, int(bags_per_key.sum()))
     keys, rows = np.arange(len(schema.features), dtype=np.int32), rng.integers(0, 20, int(lengths.sum()))
     router = Router(schema, IdMapper(schema, {}), plan, [LocalShard(node)])
-    bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, rows)
+    bags = Bags.from_lengths(keys, bags_per_key, lengths, rows)
     return asyncio.run(router.lookup("m", 1, bags, math.inf))
 
 

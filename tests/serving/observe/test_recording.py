@@ -36,7 +36,7 @@ from serving.observe.recording import (
 )
 from serving.rank.service import RankingService
 from serving.results import RankResult
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shardrank_testing.parsing import parse, parse_json
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec, rank_message, run, running_api
 from shardrank_testing.serving_api import api_service as service_of
@@ -96,7 +96,7 @@ def requests(draw: st.DrawFn) -> RankRequest:
     total = int(lengths.sum())
     values = draw(hnp.arrays(np.int64, total, elements=st.integers(0, 2**63 - 1)))
     weights = draw(st.none() | hnp.arrays(np.float32, total, elements=FLOATS))
-    bags = KeyedBags.from_lengths(SCHEMA.keys, bags_per_key, lengths, values, weights)
+    bags = Bags.from_lengths(SCHEMA.keys, bags_per_key, lengths, values, weights)
     if weights is not None:
         # Of features that take none all are 1, as requests bring it.
         weights[~np.repeat(SCHEMA.is_weighted, bags.values_per_key())] = 1

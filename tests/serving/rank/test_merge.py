@@ -16,11 +16,11 @@ from serving.rank.ranking import (
     merge_bags,
     rank_order,
 )
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[KeyedBags]:
+def batches(draw: st.DrawFn) -> list[Bags]:
     """Requests of the same features; where they are alike, runs of features have as many bags and ids as each other."""
     rng, is_alike = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.booleans())
     num_keys = int(rng.integers(1, 10))
@@ -32,11 +32,11 @@ def batches(draw: st.DrawFn) -> list[KeyedBags]:
         lengths = np.repeat(ids[run], bags_per_key) if is_alike else rng.integers(0, 4, bags_per_key.sum())
         values = rng.integers(0, 2**63 - 1, lengths.sum())
         weights = rng.integers(-9, 10, values.size).astype(np.float32) if rng.random() < 0.5 else None
-        batch.append(KeyedBags.from_lengths(keys, bags_per_key, lengths, values, weights))
+        batch.append(Bags.from_lengths(keys, bags_per_key, lengths, values, weights))
     return batch
 
 
-def as_lists(bags: KeyedBags) -> list[list[list[tuple[int, float]]]]:
+def as_lists(bags: Bags) -> list[list[list[tuple[int, float]]]]:
     """[key][bag] = [(value, weight), ...]."""
     weights = [1.0] * bags.num_values if bags.weights is None else bags.weights.tolist()
     pairs = list(zip(bags.values.tolist(), weights, strict=True))
@@ -83,7 +83,7 @@ def test_order_is_by_descending_score_then_position(scores):
 
 
 def request(num_candidates: int, first: int) -> RankRequest:
-    bags = KeyedBags.from_lengths(
+    bags = Bags.from_lengths(
         np.array([0], np.int32),
         np.array([num_candidates], np.int64),
         np.ones(num_candidates, np.int64),

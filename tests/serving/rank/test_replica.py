@@ -24,7 +24,7 @@ from serving.observe.calls import Call
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from shard_node.answer import Answer, ReplyEncoding
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.requests import ServerLimits
@@ -154,7 +154,7 @@ class HeldNode(ShardNode):
         self.asked: list[int] = []
         self._fails = fails
 
-    def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> Answer:
+    def answer(self, model: str, version: int, bags: Bags, forms: ReplyEncoding) -> Answer:
         number = len(self.asked)
         self.asked.append(bags.num_values)
         assert self.go.wait(NEVER_S)

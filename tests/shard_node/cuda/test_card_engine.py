@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import POOLS_PER_CARD, CardEngine
 from shard_node.cuda.card_set import CardMemory, CardOptions, CardSet
@@ -44,7 +44,7 @@ def stored(tmp_path_factory) -> tuple[Snapshot, ReferenceEngine]:
     return snapshot, ReferenceEngine(SPEC, decoded_tables(SPEC, state))
 
 
-def one_big_bag(num_values: int) -> KeyedBags:
+def one_big_bag(num_values: int) -> Bags:
     return bags_of({0: [[0] * num_values]})
 
 

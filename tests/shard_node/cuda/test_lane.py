@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loader.snapshot.reader import Snapshot
-from shard_node.bags import KeyedBags, TableLayout
+from shard_node.bags import Bags, TableLayout
 from shard_node.cuda.batch import BatchShapes, BatchSize, OutputRuns, RunTable
 from shard_node.cuda.card_engine import BatchBuffer, CardEngine, CardStream
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
@@ -54,7 +54,7 @@ def lane(engine) -> Iterator[CardStream]:
     lane.close()
 
 
-def check_batch(lane: CardStream, slot: BatchBuffer, runs: OutputRuns, rows: list[np.ndarray], bags: KeyedBags) -> None:
+def check_batch(lane: CardStream, slot: BatchBuffer, runs: OutputRuns, rows: list[np.ndarray], bags: Bags) -> None:
     """Pool a batch: each bag is in its columns, and nothing else is written."""
     out = lane.card.tensor(slot.out, 0, (runs.out_elements,), TORCH_DTYPES[runs.out_dtype])
     lane.stream.synchronize()

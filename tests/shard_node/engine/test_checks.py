@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard_node.bags import CheckedBags, KeyedBags, TableLayout
+from shard_node.bags import Bags, CheckedBags, TableLayout
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.bags import random_table_bags
 from shardrank_testing.nodes import reference_engine
@@ -31,7 +31,7 @@ def test_the_first_row_outside_its_table_is_named(seed, num_wrong, negative):
         LAYOUT.check(bags)
 
 
-def is_right_by_definition(bags: KeyedBags) -> bool:
+def is_right_by_definition(bags: Bags) -> bool:
     try:
         bags.validate()
     except InvalidBagsError:
@@ -87,7 +87,7 @@ small = st.integers(-1, 4)
     st.one_of(st.none(), st.lists(st.floats(width=32), max_size=5)),
 )
 def test_the_check_refuses_exactly_what_are_no_bags(keys, counts, offsets, values, weights):
-    bags = KeyedBags(
+    bags = Bags(
         np.array(keys, np.int32),
         np.array(counts, np.int64),
         np.array(offsets, np.int64),
@@ -101,7 +101,7 @@ def test_the_check_refuses_exactly_what_are_no_bags(keys, counts, offsets, value
             LAYOUT.check(bags)
 
 
-def one_bag(**changes) -> KeyedBags:
+def one_bag(**changes) -> Bags:
     arrays = {
         "keys": np.array([0], np.int32),
         "bags_per_key": np.array([1], np.int64),
@@ -109,7 +109,7 @@ def one_bag(**changes) -> KeyedBags:
         "values": np.array([0, 0, 0], np.int64),
         "weights": np.ones(3, np.float32),
     }
-    return KeyedBags(**(arrays | changes))
+    return Bags(**(arrays | changes))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from loader.errors import DeadlineExceededError
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import GenerationNotFoundError, InvalidBagsError, RemoteError, WireError
 from shard_node.tracing import SpanContext
@@ -254,7 +254,7 @@ async def test_unrequested_rows_as_stored_are_no_answer(place, tmp_path, forms):
 LONG = film_bags([SLOW_ROW], *[[7]] * 1000)
 
 
-async def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list[KeyedBags]) -> list[bool]:
+async def pooled_by_loop(limits: ServerLimits, pooling_s: float, requests: list[Bags]) -> list[bool]:
     """Whether the loop's thread pooled each request, on a clock that only pooling moves."""
     now, threads = [100.0], []
 

@@ -1,4 +1,4 @@
-"""Random keyed bags and the tolerance with which engines are compared."""
+"""Random bags and the tolerance with which engines are compared."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from shard_node.bags import KeyedBags, TableLayout
+from shard_node.bags import Bags, TableLayout
 
 RELATIVE_TOLERANCE = 1e-5
 
 
-def bags_of(rows: Mapping[int, Sequence[Sequence[int]]], weights: Sequence[float] | None = None) -> KeyedBags:
+def bags_of(rows: Mapping[int, Sequence[Sequence[int]]], weights: Sequence[float] | None = None) -> Bags:
     """Bags of rows, by key."""
     bags = [bag for of_key in rows.values() for bag in of_key]
-    return KeyedBags.from_lengths(
+    return Bags.from_lengths(
         np.array(list(rows), np.int32),
         np.array([len(of_key) for of_key in rows.values()], np.int64),
         np.array([len(bag) for bag in bags], np.int64),
@@ -27,7 +27,7 @@ def bags_of(rows: Mapping[int, Sequence[Sequence[int]]], weights: Sequence[float
 
 def random_table_bags(
     rng: np.random.Generator, layout: TableLayout, max_bags: int, max_hotness: int, weighted: bool = False
-) -> KeyedBags:
+) -> Bags:
     """Bags of valid rows for a random subset of the tables, with empty bags and duplicate rows."""
     keys = np.flatnonzero(rng.random(len(layout.tables)) < 0.8).astype(np.int32)
     bags_per_key = rng.integers(0, max_bags + 1, keys.size).astype(np.int64)
@@ -45,9 +45,9 @@ def bags_of_random_rows(
     lengths: np.ndarray,
     num_rows: Sequence[int],
     weighted: bool = False,
-) -> KeyedBags:
+) -> Bags:
     """Bags of these lengths whose rows are below the number of each key."""
-    bags = KeyedBags.from_lengths(keys, bags_per_key, lengths, np.zeros(int(lengths.sum()), np.int64))
+    bags = Bags.from_lengths(keys, bags_per_key, lengths, np.zeros(int(lengths.sum()), np.int64))
     limits = np.repeat(np.array(num_rows, np.int64), bags.values_per_key())
     values = (rng.random(bags.num_values) * limits).astype(np.int64)
     return bags.with_values(values, rng.normal(size=values.size).astype(np.float32) if weighted else None)
@@ -67,7 +67,7 @@ def pool_by_definition(
     return np.array(pooled).reshape(-1, table.shape[1])
 
 
-def by_bag(array: np.ndarray, bags: KeyedBags, key: int) -> list[np.ndarray]:
+def by_bag(array: np.ndarray, bags: Bags, key: int) -> list[np.ndarray]:
     """What an array by value has for each bag of the key at this position."""
     starts = bags.bag_starts()
     edges = bags.offsets[starts[key] : starts[key + 1] + 1].tolist()
@@ -83,8 +83,8 @@ def assert_blocks_equal(actual: list[np.ndarray], expected: list[np.ndarray], sc
 
 
 @st.composite
-def keyed_bags(draw: st.DrawFn, num_keys: int = 5, max_bags: int = 4, max_hotness: int = 6) -> KeyedBags:
-    """Hypothesis strategy: arbitrary small keyed bags with values in 0..999, some weighted."""
+def small_bags(draw: st.DrawFn, num_keys: int = 5, max_bags: int = 4, max_hotness: int = 6) -> Bags:
+    """Hypothesis strategy: arbitrary small bags with values in 0..999, some weighted."""
     rows = st.lists(st.lists(st.integers(0, 999), max_size=max_hotness), max_size=max_bags)
     of_key = {key: draw(rows) for key in sorted(draw(st.sets(st.integers(0, num_keys - 1))))}
     size = sum(len(bag) for bags in of_key.values() for bag in bags)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import RowDtype
-from shard_node.bags import KeyedBags, TableLayout
+from shard_node.bags import Bags, TableLayout
 from shard_node.buckets import Partition
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.card_engine import CardEngine
@@ -273,7 +273,7 @@ def runs_in_columns(
 
 def feature_bags(
     rng: np.random.Generator, layout: TableLayout, runs: OutputRuns, size: BatchSize, weighted: bool = False
-) -> KeyedBags:
+) -> Bags:
     """Bags for every run, at most as many as the size says, some of them empty; values are rows."""
     bags_per_key = rng.integers(0, size.bags_per_key + 1)
     lengths = rng.integers(0, 7, int(bags_per_key.sum()))
@@ -283,7 +283,7 @@ def feature_bags(
     return bags_of_random_rows(rng, keys, bags_per_key, lengths, limits, weighted)
 
 
-def expected_output(rows: Sequence[np.ndarray], bags: KeyedBags, runs: OutputRuns) -> np.ndarray:
+def expected_output(rows: Sequence[np.ndarray], bags: Bags, runs: OutputRuns) -> np.ndarray:
     """float64 [out_elements]; NaN where nothing is written.
 
     Args:

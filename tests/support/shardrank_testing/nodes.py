@@ -18,7 +18,7 @@ import pytest
 from loader.snapshot.manifest import ModelSpec
 from router.shard_client import ShardClient, within
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.buckets import NodeIdentity
 from shard_node.node import LoadedTables, NodeInfo, ShardNode
 from shard_node.tracing import SpanContext
@@ -67,7 +67,7 @@ class HookedEngine(ReferenceEngine):
         super().__init__(small_spec(), small_tables())
         self.hooks = hooks
 
-    def pool(self, bags: KeyedBags) -> list[np.ndarray]:
+    def pool(self, bags: Bags) -> list[np.ndarray]:
         for row in sorted(self.hooks.keys() & set(bags.values.tolist())):
             self.hooks[row]()
         return super().pool(bags)
@@ -80,11 +80,11 @@ class NearShard:
         self._node = node
 
     def pool(
-        self, model: str, version: int, bags: KeyedBags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
+        self, model: str, version: int, bags: Bags, deadline: float, forms: ReplyEncoding = FLOAT32_SUMS
     ) -> asyncio.Future[Answer]:
         return asyncio.ensure_future(self.answer(model, version, bags, forms))
 
-    async def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> Answer:
+    async def answer(self, model: str, version: int, bags: Bags, forms: ReplyEncoding) -> Answer:
         return self._node.answer(model, version, bags, forms)
 
     async def infos(self) -> list[tuple[str, NodeInfo]]:
@@ -122,7 +122,7 @@ def small_node(engine: ReferenceEngine | None = None) -> ShardNode:
     return node
 
 
-def film_bags(*bags: Sequence[int]) -> KeyedBags:
+def film_bags(*bags: Sequence[int]) -> Bags:
     """Bags of the film table (key 1)."""
     return bags_of({1: bags})
 
@@ -215,7 +215,7 @@ async def pool(
     client: ShardClient,
     model: str,
     version: int,
-    bags: KeyedBags,
+    bags: Bags,
     forms: ReplyEncoding = FLOAT32_SUMS,
     timeout_s: float = NEVER_S,
     trace: SpanContext | None = None,

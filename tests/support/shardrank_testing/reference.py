@@ -12,7 +12,7 @@ from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import ModelSpec
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
-from shard_node.bags import Float32Array, Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Float32Array, Int64Array, TableLayout
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse
 from shard_node.generation import RowLock
 
@@ -41,7 +41,7 @@ class ReferenceEngine:
         """The tables in layout order."""
         return self._layout
 
-    def pool(self, bags: KeyedBags) -> list[Float32Array]:
+    def pool(self, bags: Bags) -> list[Float32Array]:
         """As `Engine.pool`: sum over the bag of weight * row."""
         self._layout.check(bags)
         self._lock.begin_read()
@@ -51,7 +51,7 @@ class ReferenceEngine:
             self._lock.end_read()
             self._access.observe(bags.keys, bags.values_per_key(), bags.values)
 
-    def answer(self, bags: KeyedBags) -> Answer:
+    def answer(self, bags: Bags) -> Answer:
         """As `Engine.answer`, of sums: its rows are not stored."""
         return Answer(self.pool(bags))
 
@@ -67,7 +67,7 @@ class ReferenceEngine:
             self._lock.end_write()
         return rows.size * len(parts)
 
-    def _pool(self, bags: KeyedBags) -> list[Float32Array]:
+    def _pool(self, bags: Bags) -> list[Float32Array]:
         starts = bags.bag_starts()
         blocks = []
         for group in self._layout.groups:
@@ -79,7 +79,7 @@ class ReferenceEngine:
             blocks.append(np.stack(pooled) if pooled else np.zeros((0, group.embedding_dim), np.float32))
         return blocks
 
-    def _pool_bag(self, bags: KeyedBags, key: int, start: int, end: int) -> Float32Array:
+    def _pool_bag(self, bags: Bags, key: int, start: int, end: int) -> Float32Array:
         table = self._tables[key]
         total = np.zeros(table.shape[1], np.float64)
         for position in range(start, end):

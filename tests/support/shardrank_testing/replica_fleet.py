@@ -19,7 +19,7 @@ from router.outliers import ReplicaEvents, ReplicaPolicy
 from router.shard import ReplicaSource, ReplicatedShard
 from router.shard_client import ShardClient
 from shard_node.answer import Answer, ReplyEncoding
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
@@ -28,7 +28,7 @@ from shardrank_testing.topologies import Topology, make_node
 
 SPEC = one_table_spec(100)
 PLAN = Topology().plan(SPEC)
-BAGS = KeyedBags.from_lengths(np.array([0], np.int32), np.array([2]), np.array([1, 2]), np.array([5, 6, 7]))
+BAGS = Bags.from_lengths(np.array([0], np.int32), np.array([2]), np.array([1, 2]), np.array([5, 6, 7]))
 # Ejections last, and no hedge is sent.
 LASTING = {"base_ejection_s": 600, "max_ejection_s": 600, "hedge_after_ms": 60_000}
 

@@ -40,7 +40,7 @@ from serving.server import Listening, running_server
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
 from shard_node.answer import Answer as ShardAnswer
 from shard_node.answer import ReplyEncoding
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.node import ShardNode
 from shardrank_testing.nodes import NearShard
 from shardrank_testing.ranking import inputs_of, random_tensors
@@ -321,7 +321,7 @@ class GatedShard(NearShard):
         super().__init__(node)
         self._gate = gate
 
-    async def answer(self, model: str, version: int, bags: KeyedBags, forms: ReplyEncoding) -> ShardAnswer:
+    async def answer(self, model: str, version: int, bags: Bags, forms: ReplyEncoding) -> ShardAnswer:
         if not self._gate.open.is_set():
             await self._gate.pass_through()
         return await super().answer(model, version, bags, forms)

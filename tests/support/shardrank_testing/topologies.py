@@ -25,7 +25,7 @@ from router.router import Embeddings, Router
 from router.shard import ReplicaSource, ReplicatedShard
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import EXACT, ReplyEncoding
-from shard_node.bags import Int64Array, KeyedBags, TableLayout
+from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
@@ -138,7 +138,7 @@ class StoredModel:
         self.layout = TableLayout.of(spec)
         self.bags = partial(random_feature_bags, self.schema)
 
-    def check(self, bags: KeyedBags, embeddings: Embeddings) -> None:
+    def check(self, bags: Bags, embeddings: Embeddings) -> None:
         """Assert that an answer has the pooled rows as stored."""
         assert len(embeddings.rejected) == 0
         for segment, key in enumerate(bags.keys.tolist()):
@@ -160,7 +160,7 @@ def random_feature_bags(
     max_hotness: int = 5,
     min_hotness: int = 0,
     features: list[int] | None = None,
-) -> KeyedBags:
+) -> Bags:
     """Return random bags of rows of some features, or of all, by flat index."""
     keys = np.array(range(len(schema.features)) if features is None else features, np.int32)
     bags_per_key = rng.integers(0, max_bags + 1, keys.size).astype(np.int64)
@@ -173,7 +173,7 @@ def random_feature_bags(
     return bags.with_values(bags.values, np.where(weighted, bags.weights, 1.0).astype(np.float32))
 
 
-def lookup(router: Router, snapshot: Snapshot, bags: KeyedBags, timeout_s: float = 60.0, forms: ReplyEncoding = EXACT):
+def lookup(router: Router, snapshot: Snapshot, bags: Bags, timeout_s: float = 60.0, forms: ReplyEncoding = EXACT):
     """One lookup, as a coroutine."""
     return router.lookup(snapshot.spec.model, snapshot.version, bags, time.monotonic() + timeout_s, forms)
 

@@ -8,14 +8,14 @@ import numpy as np
 
 from serving.formats.requests import LookupRequest, RankRequest
 from serving.observe.calls import Call
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shard_node.generation import Generations
 
-EMPTY = KeyedBags.from_lengths(*(np.zeros(0, dtype) for dtype in (np.int32, np.int64, np.int64, np.int64)))
+EMPTY = Bags.from_lengths(*(np.zeros(0, dtype) for dtype in (np.int32, np.int64, np.int64, np.int64)))
 FAR = 1e9
 
 
-def rank_request(num_candidates: int, bags: KeyedBags) -> RankRequest:
+def rank_request(num_candidates: int, bags: Bags) -> RankRequest:
     """A request without dense inputs."""
     dense = np.zeros((num_candidates, 0), np.float32)
     return RankRequest(bags, num_candidates, np.zeros(0, np.float32), dense, timeout_s=1.0)
@@ -49,7 +49,7 @@ class Model:
 
     def sized(self, num_candidates: int, num_ids: int, longest: int) -> Call:
         """A rank request of some cost."""
-        bags = KeyedBags.from_lengths(
+        bags = Bags.from_lengths(
             *(np.array([one], dtype) for one, dtype in ((0, np.int32), (1, np.int64), (num_ids, np.int64))),
             np.zeros(num_ids, np.int64),
         )

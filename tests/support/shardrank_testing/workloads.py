@@ -13,7 +13,7 @@ from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
 from serving.limits import RequestLimits
-from shard_node.bags import KeyedBags
+from shard_node.bags import Bags
 from shardrank_testing.parsing import (
     assert_same_arrays,
     parse_infer_body,
@@ -54,7 +54,7 @@ class MixedWorkload:
             weights[chosen] = rng.standard_normal(int(chosen.sum()), dtype=np.float32)
         dense = self.spec.dense_inputs
         return RankRequest(
-            bags=KeyedBags.from_lengths(
+            bags=Bags.from_lengths(
                 np.arange(bags_per_key.size, dtype=np.int32), bags_per_key, lengths, values, weights
             ),
             num_candidates=count,
