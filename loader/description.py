@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain, compress
-from typing import Annotated, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -28,6 +28,8 @@ from loader.snapshot.tables import (
     Frozen,
     HashMapping,
     IdentityMapping,
+    Keys,
+    Missing,
     Name,
     Pooling,
     RowDtype,
@@ -84,10 +86,15 @@ class TableDescription(Frozen):
         dtype: of all rows, or by popularity.
         blocks: rows by popularity, the hottest first, with dims and dtypes of their own.
         project_to: the columns that features get, through a projection, of rows of `embedding_dim`.
+        capacity: of a table with `keys`, in place of num_embeddings: how many keys it can have; `auto` is 1.25 times
+            as many as it has at export.
     """
 
     name: Name
     num_embeddings: Rows
+    capacity: Rows | None = None
+    keys: Keys | None = None
+    missing: Missing = "zeros"
     embedding_dim: int = Field(ge=1, le=MAX_EMBEDDING_DIM)
     feature_names: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
     max_collision_share: float = Field(default=0.05, gt=0, lt=1)
@@ -105,10 +112,21 @@ class TableDescription(Frozen):
     blocks: Annotated[tuple[Block, ...], FAIL_FAST] = Field(default=(), max_length=MAX_PARTS)
     project_to: int | None = Field(default=None, ge=1, le=MAX_EMBEDDING_DIM)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sized(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "num_embeddings" not in given and "capacity" in given:
+            return {**given, "num_embeddings": given["capacity"]}
+        return given
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         where = f"table {self.name!r}"
-        if self.num_embeddings == "auto" and not isinstance(self.id_mapping, HashMapping):
+        if (self.keys is None) != (self.capacity is None) or self.capacity not in (None, self.num_embeddings):
+            raise ValueError(f"{where}: a table has either num_embeddings, or keys and a capacity")
+        if self.keys is not None and (ways := self._ways()):
+            raise ValueError(f"{where}: a table with keys is stored whole: it does not go with {ways[0]}")
+        if self.num_embeddings == "auto" and self.keys is None and not isinstance(self.id_mapping, HashMapping):
             raise ValueError(f"{where}: num_embeddings auto goes with id_mapping hash, not {self.id_mapping.kind}")
         if self.blocks:
             if not isinstance(self.dtype, str):
@@ -141,13 +159,22 @@ class TableDescription(Frozen):
         """Return the columns that features get."""
         return self.project_to or self.embedding_dim
 
-    def compiled(self, kept: int | None = None) -> tuple[tuple[TableSpec, ...], DividedTable | None]:
+    def compiled(
+        self, kept: int | None = None, num_keys: int | None = None
+    ) -> tuple[tuple[TableSpec, ...], DividedTable | None]:
         """Return the tables that it is stored as, and how it is divided into them, if it is.
 
-        `kept` is how many rows are left of a table that is pruned. Raises ExportError if `num_embeddings` is still
-        auto, `kept` is not 1 to `num_embeddings`, or a block has no row; ValueError as `TableSpec` and `DividedTable`.
+        `kept` is how many rows are left of a table that is pruned, `num_keys` how many keys there are. Raises
+        ExportError if `num_embeddings` is still auto, `kept` is not 1 to `num_embeddings`, a block has no row, or keys
+        are to be pruned; ValueError as `TableSpec` and `DividedTable`.
         """
         rows = self.num_embeddings
+        if self.keys is not None and kept is not None:
+            raise ExportError(f"table {self.name!r}: a table with keys is not pruned: delete keys instead")
+        if self.keys is not None and rows == "auto":
+            if num_keys is None:
+                raise ExportError(f"table {self.name!r}: capacity is auto: give its keys")
+            rows = -(-num_keys * 5 // 4)
         if isinstance(rows, str):
             raise ExportError(f"table {self.name!r}: num_embeddings is auto: give a trace of the ids that come")
         if kept is not None and not 1 <= kept <= rows:
@@ -156,7 +183,8 @@ class TableDescription(Frozen):
         seen = {name: getattr(self, name) for name in ("name", "feature_names", "pooling", "unknown_id", "default_row")}
         if not self._ways() and not pruned:
             same = {name: getattr(self, name) for name in ("embedding_dim", "dtype", "bucketing", "column_dims")}
-            return (TableSpec(num_embeddings=rows, id_mapping=self.id_mapping, **seen, **same),), None
+            keyed = {"keys": self.keys, "missing": self.missing}
+            return (TableSpec(num_embeddings=rows, id_mapping=self.id_mapping, **seen, **same, **keyed),), None
         if self.column_dims:
             raise ExportError(f"table {self.name!r}: column_dims goes with a table that is stored whole, not pruned")
         mapping, blocks = self.id_mapping, self.blocks or (Block(),)
@@ -213,14 +241,16 @@ class ModelDescription(Frozen):
         names = (table.feature_names for table in compress(self.tables, of_numbers))
         return {feature.name for feature in self.features}, {*chain.from_iterable(names)}
 
-    def compiled(self, kept: Mapping[str, int] | None = None) -> ModelSpec:
+    def compiled(self, kept: Mapping[str, int] | None = None, num_keys: Mapping[str, int] | None = None) -> ModelSpec:
         """Return the model as it is stored; `kept` is how many rows are left of tables that are pruned.
+
+        `num_keys` is how many keys tables have whose capacity is auto.
 
         Raises ExportError as `TableDescription.compiled` and for an unknown table, ValueError as `ModelSpec`.
         """
         if unknown := sorted((kept or {}).keys() - (names := {table.name for table in self.tables})):
             raise ExportError(f"kept: unknown tables {unknown}; the model has {sorted(names)}")
-        made = [table.compiled((kept or {}).get(table.name)) for table in self.tables]
+        made = [table.compiled((kept or {}).get(table.name), (num_keys or {}).get(table.name)) for table in self.tables]
         return ModelSpec(
             model=self.model,
             tables=tuple(part for parts, _ in made for part in parts),

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ShardrankError
+from loader.snapshot.buckets import splitmix64
 from loader.snapshot.row_classes import BLOCK_BITS, RowClasses, find_bits
 from loader.snapshot.tables import DividedTable, HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
@@ -25,9 +26,6 @@ _ROW_MASK = (1 << _PART_SHIFT) - 1
 UNKNOWN = -1
 _IDENTITY, _HASH, _VOCABULARY = 0, 1, 2
 _REJECT, _DEFAULT_ROW, _SKIP = 0, 1, 2
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 
 class PartRows:
@@ -134,17 +132,6 @@ class PartRows:
 if TYPE_CHECKING:
     # It loads torch, which a client's processes do without.
     from loader.snapshot.reader import Snapshot
-
-
-def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply the finaliser of Steele, Lea and Flood's SplitMix64 (OOPSLA 2014), a bijection of uint64."""
-    mixed = values + _GAMMA
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= _MULTIPLIER_1
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= _MULTIPLIER_2
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
 
 
 def hashed_rows(

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from loader.snapshot.buckets import MIXED_BITS, RowBuckets, mix
+from loader.snapshot.buckets import MIXED_BITS, RowBuckets, key_buckets, mix
 from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.errors import InvalidBagsError
 
@@ -93,6 +93,8 @@ class BucketCells:
         self.first = np.empty(num_tables, np.int64)
         self.first[order] = ends - self.counts[order]
         self.size = int(ends[-1])
+        self._is_by_key = ~self._single & np.array([one.by_key for one in self._buckets])
+        self._has_keys = bool(self._is_by_key.any())
         is_mixed = ~self._single & np.array([one.seed is not None for one in self._buckets])
         self._mask = width - 1
         self._bucket_shift = np.where(self._single, 0, [one.bucket_shift for one in self._buckets])
@@ -107,8 +109,12 @@ class BucketCells:
         self._narrow_first_cell = self._mixed_first_cell.astype(np.int32)
 
     def of(self, bags: Bags, values_per_key: Int64Array) -> Int64Array:
-        """Return the cell of each value, as wide as the values, [n]. Keys are tables, values rows of them."""
-        rows, dtype = bags.values, bags.values.dtype
+        """Return the cell of each value, [n], as wide as the values but of keys, for which it is int64.
+
+        Keys of the bags are tables, values rows of them, or their keys.
+        """
+        rows = self._with_buckets_of_keys(bags, values_per_key) if self._has_keys else bags.values
+        dtype = rows.dtype
         cells = self._mixed_first_cell if dtype == np.int64 else self._narrow_first_cell
         shift = per_value(self._bucket_shift, bags, values_per_key)
         low = (rows >> shift if shift.any() else rows) & per_value(self._mask, bags, values_per_key)
@@ -117,6 +123,15 @@ class BucketCells:
         # All are within bounds, which `wrap` does not look at.
         low ^= cells.take(block, mode="wrap")
         return low
+
+    def _with_buckets_of_keys(self, bags: Bags, values_per_key: Int64Array) -> Int64Array:
+        by_key = self._is_by_key[bags.keys]
+        if by_key.all():
+            return key_buckets(bags.values)
+        rows = bags.values.astype(np.int64)
+        at = by_key.repeat(values_per_key).nonzero()[0]
+        rows[at] = key_buckets(rows[at])
+        return rows
 
     def of_rows(self, table: int, rows: Int64Array) -> Int64Array:
         """Return the cell of each row of one table, int64 [n]."""

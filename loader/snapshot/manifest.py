@@ -21,6 +21,7 @@ from loader.errors import SnapshotCorruptError, cut, file_errors
 from loader.snapshot.tables import (
     FAIL_FAST,
     MAX_FEATURES,
+    MAX_NUM_EMBEDDINGS,
     NUM_BUCKETS,
     AnyTable,
     DividedTable,
@@ -335,7 +336,8 @@ class TableFiles(Frozen):
     """The files of a stored table. File i has rows [i * rows_per_file, (i + 1) * rows_per_file), in bucket order.
 
     `vocabulary` and `access_counts`, which a table has once, are with its first slice; `vocabulary` and `row_classes`
-    of a divided table with its first part.
+    of a divided table with its first part. A table with keys has `num_keys` of them, and `missing_row` if its `missing`
+    is `mean`, as `loader.snapshot.keyed_rows` says.
     """
 
     table: Name
@@ -344,6 +346,12 @@ class TableFiles(Frozen):
     vocabulary: FileEntry | None = None
     access_counts: FileEntry | None = None
     row_classes: FileEntry | None = Field(default=None, exclude_if=lambda entry: entry is None)
+    num_keys: int | None = Field(default=None, ge=1, le=MAX_NUM_EMBEDDINGS, exclude_if=lambda count: count is None)
+    missing_row: FileEntry | None = Field(default=None, exclude_if=lambda entry: entry is None)
+
+    def num_rows(self, table: TableSpec) -> int:
+        """Return how many rows the files have, of the table that they are of: one for each key, if it has keys."""
+        return table.num_embeddings if self.num_keys is None else self.num_keys
 
 
 class GoldenEntry(Frozen):
@@ -382,7 +390,11 @@ class Manifest(Frozen):
         firsts = {table.slices[0].name for table in self.spec.tables}
         for files, table in zip(self.tables, stored, strict=True):
             where, logical = f"table {table.name!r}:", self.spec.logical_by_first.get(table.name)
-            expected = -(-table.num_embeddings // files.rows_per_file)
+            if (files.num_keys is not None) != (table.keys is not None) or files.num_rows(table) > table.num_embeddings:
+                raise ValueError(f"{where} num_keys goes with keys, at most {table.num_embeddings}, and only with them")
+            if (files.missing_row is not None) != (table.missing == "mean"):
+                raise ValueError(f"{where} a row for missing keys goes with missing mean, and only with it")
+            expected = -(-files.num_rows(table) // files.rows_per_file)
             if len(files.rows) != expected:
                 raise ValueError(f"{where} {len(files.rows)} row files, expected {expected}")
             if table.bucketing != "range" and files.rows_per_file % (least := NUM_BUCKETS[table.bucketing]):
@@ -417,7 +429,7 @@ class Manifest(Frozen):
         """Return every file of the snapshot but the manifest itself."""
         entries: list[FileEntry | None] = []
         for table in self.tables:
-            entries += (*table.rows, table.vocabulary, table.access_counts, table.row_classes)
+            entries += (*table.rows, table.vocabulary, table.access_counts, table.row_classes, table.missing_row)
         entries += (self.dense, None if self.golden is None else self.golden.file, self.plan)
         return tuple(entry for entry in entries if entry is not None)
 

@@ -25,9 +25,10 @@ from loader.errors import (
     no_path,
 )
 from loader.progress import Progress, counting, no_progress
-from loader.snapshot.buckets import RowBuckets
+from loader.snapshot.buckets import RowBuckets, key_buckets
 from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.golden import GoldenRequests, check_golden_header
+from loader.snapshot.keyed_rows import first_twice
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
     MANIFEST_NAME,
@@ -222,6 +223,19 @@ class Snapshot:
         path, header = self._header(self._files[table].rows[file_index])
         return map_tensor(path, header["rows"], np.uint8, copy_on_write=copy_on_write)
 
+    def keys(self, table: str, file_index: int) -> npt.NDArray[np.int64]:
+        """Map the keys of a row file of a stored table that has such: read-only int64 [rows], by bucket."""
+        path, header = self._header(self._files[table].rows[file_index])
+        return map_tensor(path, header["keys"], np.int64)
+
+    def missing_row(self, table: str) -> ByteArray:
+        """Return the stored row that a missing key of a stored table gets, uint8 [1, row_bytes]: zeros, or the mean."""
+        spec = self._tables[table]
+        if (entry := self._files[table].missing_row) is None:
+            return np.zeros((1, RowCodec(spec.dtype, spec.embedding_dim).row_bytes), np.uint8)
+        path, header = self._header(entry)
+        return map_tensor(path, header["row"], np.uint8)
+
     def read_rows(self, table: str, first_row: int, num_rows: int) -> ByteArray:
         """Copy rows [first_row, first_row + num_rows) of a stored table in row order, uint8 [num_rows, row_bytes]."""
         table_spec, rows_per_file = self._tables[table], self._files[table].rows_per_file
@@ -314,9 +328,14 @@ class Snapshot:
             logical = self._logical[table.name]
             row_bytes = RowCodec(table.dtype, table.embedding_dim).row_bytes
             for file_index, entry in enumerate(files.rows):
-                rows = min(files.rows_per_file, table.num_embeddings - file_index * files.rows_per_file)
+                rows = min(files.rows_per_file, files.num_rows(table) - file_index * files.rows_per_file)
+                expected: dict[str, tuple[str, tuple[int, ...]]] = {"rows": ("U8", (rows, row_bytes))}
+                if table.keys is not None:
+                    expected["keys"] = ("I64", (rows,))
                 if entry.path in self._headers:
-                    expect_tensors(*self._header(entry), {"rows": ("U8", (rows, row_bytes))})
+                    expect_tensors(*self._header(entry), expected)
+            if files.missing_row is not None:
+                expect_tensors(*self._header(files.missing_row), {"row": ("U8", (1, row_bytes))})
             if files.vocabulary is not None:
                 check_vocabulary_header(logical, *self._header(files.vocabulary))
             if files.row_classes is not None and isinstance(logical, DividedTable):
@@ -386,10 +405,11 @@ def verify_snapshot(path: str | Path, *, progress: Progress = no_progress) -> Ve
     checks = ["manifest, paths, sizes, SHA-256, dtypes, shapes, vocabularies and golden requests of every file"]
     problems: list[str] = []
     for table, files in zip(snapshot.spec.stored_tables, snapshot.manifest.tables, strict=True):
-        bad_rows = _check_rows(snapshot, table, files, progress)
+        bad_rows = _check_rows(snapshot, table, files, progress) + _check_keys(snapshot, table, files)
         problems += bad_rows
         if not bad_rows:
-            checks.append(f"table {table.name!r}: all {table.num_embeddings} rows decode to finite values")
+            unique = "" if table.keys is None else ", and no key is there twice"
+            checks.append(f"table {table.name!r}: all {files.num_rows(table)} rows decode to finite values{unique}")
     dense = snapshot.manifest.dense.path
     for name, tensor in snapshot.dense_tensors().items():
         if not bool(tensor.isfinite().all()):
@@ -423,10 +443,28 @@ def _check_rows(snapshot: Snapshot, table: TableSpec, files: TableFiles, progres
         for start in range(0, len(stored), block_rows):
             bad = codec.first_non_finite(stored[start : start + block_rows])
             if bad is not None:
-                order = RowBuckets.of(table).in_file(files.rows_per_file, file_index)
-                (row,) = order.rows_at(np.array([start + bad])).tolist()
-                problems.append(f"{entry.path}: table {table.name!r}, row {row}: decodes to NaN or inf")
+                if table.keys is not None:
+                    row = f"key {snapshot.keys(table.name, file_index)[start + bad]}"
+                else:
+                    order = RowBuckets.of(table).in_file(files.rows_per_file, file_index)
+                    row = f"row {order.rows_at(np.array([start + bad]))[0]}"
+                problems.append(f"{entry.path}: table {table.name!r}, {row}: decodes to NaN or inf")
                 break
         done += len(stored)
-        progress(f"checking rows of {table.name}", done, table.num_embeddings)
+        progress(f"checking rows of {table.name}", done, files.num_rows(table))
+    return problems
+
+
+def _check_keys(snapshot: Snapshot, table: TableSpec, files: TableFiles) -> list[str]:
+    """Return one problem for each file whose keys are not in order, and one for a key that is there twice."""
+    if table.keys is None:
+        return []
+    of_files = [snapshot.keys(table.name, file_index) for file_index in range(len(files.rows))]
+    problems = [
+        f"{entry.path}: table {table.name!r}: keys are not in the order of their buckets"
+        for entry, keys in zip(files.rows, of_files, strict=True)
+        if (np.diff(key_buckets(keys)) < 0).any()
+    ]
+    if (twice := first_twice(np.concatenate(of_files))) is not None:
+        problems.append(f"table {table.name!r}: key {twice} is there twice")
     return problems

@@ -344,6 +344,10 @@ class ExportFolder:
         self._journal = journal
         self.finished = finished
 
+    def path(self, relative_path: str) -> Path:
+        """Return where a file of it is, until it is published."""
+        return self._files / relative_path
+
     def write(self, relative_path: str, produce: Callable[[Path], None], stated: FileEntry | None = None) -> FileEntry:
         """Make a file that `produce` writes durable, and put it on record; a finished one is kept as it is.
 
@@ -351,7 +355,7 @@ class ExportFolder:
         """
         if (entry := self.finished.get(relative_path)) is not None and stated in (None, entry):
             return entry
-        path = self._files / relative_path
+        path = self.path(relative_path)
         path.parent.mkdir(parents=True, exist_ok=True)
         produce(path)
         fsync_path(path)

@@ -26,6 +26,8 @@ Bucketing = Literal["mixed", "range"]
 Combine = Literal["add"]
 NUM_BUCKETS: dict[Bucketing, int] = {"mixed": 4096, "range": 256}
 UnknownId = Literal["reject", "default_row", "skip"]
+Keys = Literal["int64", "string"]
+Missing = Literal["zeros", "mean", "skip"]
 # A name becomes a folder, a metric label and a JSON key: no separators, no leading dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}$")]
 MAX_NAME_LENGTH = 128
@@ -82,6 +84,10 @@ class TableSpec(Frozen):
 
     `column_dims` cuts a wide table into slices of so many columns each, which are stored, quantised and placed like
     separate tables (`slices`); features still see one table of `embedding_dim`.
+
+    A table with `keys` names its rows by them: signed 64-bit integers, or the fingerprints of strings. It has the keys
+    that training gave it, at most `num_embeddings`, which deltas insert and delete. A key that is `missing` gets zeros,
+    the mean of the rows at export, or is left out of its bag.
     """
 
     name: Name
@@ -97,9 +103,17 @@ class TableSpec(Frozen):
     column_dims: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_EMBEDDING_DIM)], ...], FAIL_FAST] = Field(
         default=(), max_length=MAX_COLUMN_SLICES
     )
+    # Left out where there are none, so that releases that know none can read the model.
+    keys: Keys | None = Field(default=None, exclude_if=lambda keys: keys is None)
+    missing: Missing = Field(default="zeros", exclude_if=lambda missing: missing == "zeros")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        plain = (self.id_mapping.kind, self.unknown_id, self.default_row, self.bucketing)
+        if self.keys is not None and plain != ("identity", "reject", 0, "mixed"):
+            raise ValueError(f"table {self.name!r}: keys go without id_mapping, unknown_id, default_row and bucketing")
+        if self.keys is None and self.missing != "zeros":
+            raise ValueError(f"table {self.name!r}: missing goes with keys; id_mapping goes with unknown_id")
         if self.default_row >= self.num_embeddings:
             raise ValueError(
                 f"table {self.name!r}: default_row {self.default_row} is not below num_embeddings {self.num_embeddings}"
@@ -119,6 +133,11 @@ class TableSpec(Frozen):
             if len(self.name) + len(f".c{len(self.column_dims) - 1}") > MAX_NAME_LENGTH:
                 raise ValueError(f"{where}: names of slices, the table's and '.c0', pass {MAX_NAME_LENGTH} characters")
         return self
+
+    @property
+    def last_value(self) -> int:
+        """Return the largest number, as an unsigned one of 64 bits, that names a row: any of a table with keys."""
+        return self.num_embeddings - 1 if self.keys is None else 2**64 - 1
 
     @property
     def slice_dims(self) -> tuple[int, ...]:
@@ -194,8 +213,8 @@ class DividedTable(Frozen):
         """Raise ValueError unless these are tables that it can be divided into."""
         where = f"divided table {self.name!r}"
         for part in parts:
-            if part.id_mapping.kind != "identity" or part.column_dims:
-                raise ValueError(f"{where}: part {part.name!r} must have the identity mapping and no column_dims")
+            if part.id_mapping.kind != "identity" or part.column_dims or part.keys is not None:
+                raise ValueError(f"{where}: part {part.name!r} must have the identity mapping, no column_dims, no keys")
             if part.feature_names != self.feature_names:
                 raise ValueError(f"{where}: part {part.name!r} must have its features {list(self.feature_names)}")
             if part.embedding_dim > self.embedding_dim:

@@ -25,9 +25,10 @@ from safetensors import SafetensorError
 
 from loader.errors import ExportError, SnapshotCorruptError
 from loader.progress import Progress, no_progress
-from loader.snapshot.buckets import MIN_ROWS_PER_FILE, RowBuckets, default_rows_per_file
+from loader.snapshot.buckets import MIN_ROWS_PER_FILE, Int64Array, RowBuckets, default_rows_per_file
 from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.keyed_rows import GivenKeys, checked_keys, key_order, save_mean
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
     MAX_DENSE_BYTES,
@@ -59,6 +60,7 @@ _GOLDEN_PATH = "golden.safetensors"
 _PLAN_PATH = "plan.safetensors"
 _VOCABULARY_PATH = "tables/{}/vocabulary.safetensors"
 _ACCESS_COUNTS_PATH = "tables/{}/access-counts.safetensors"
+_MISSING_ROW_PATH = "tables/{}/missing-row.safetensors"
 _ROW_CLASSES_PATH = "tables/{}/row-classes.safetensors"
 # A safetensors file's tensors by name: all of torch, or all of NumPy.
 Tensors = Mapping[str, Any]
@@ -67,15 +69,21 @@ _INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32
 
 # float32 bytes asked of a source at a time.
 BLOCK_BYTES = 16 << 20
+_NO_KEYS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class _Export:
-    """Checked arguments of an export. `files` are the tensors of all files but row files, by path."""
+    """Checked arguments of an export.
+
+    `files` are the tensors of all files but row files, by path; `keys` of the rows of tables that have such, by the
+    names of stored tables.
+    """
 
     spec: ModelSpec
     version: int
     rows_per_file: Mapping[str, int]
+    keys: Mapping[str, Int64Array]
     files: Mapping[str, Tensors]
     golden: GoldenRequests | None
     golden_tolerance: float
@@ -84,8 +92,15 @@ class _Export:
     delta_base: int | None
 
     def rows_paths(self, table: TableSpec) -> list[str]:
-        num_files = -(-table.num_embeddings // self.rows_per_file[table.name])
+        num_files = -(-self.num_rows(table) // self.rows_per_file[table.name])
         return [f"tables/{table.name}/rows-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
+
+    def num_rows(self, table: TableSpec) -> int:
+        keys = self.keys.get(table.slices[0].name)
+        return table.num_embeddings if keys is None else keys.size
+
+    def missing_row_path(self, table: TableSpec) -> str | None:
+        return _MISSING_ROW_PATH.format(table.name) if table.missing == "mean" else None
 
     def digest(self, rows: Mapping[str, RowSource]) -> str:
         """Return the SHA-256 (hex) of all that shapes the files, rows by their fingerprint."""
@@ -97,6 +112,7 @@ class _Export:
             "spec": self.spec.model_dump(mode="json"),
             "version": self.version,
             "rows_per_file": dict(self.rows_per_file),
+            "keys": {table: hashlib.sha256(keys.data).hexdigest() for table, keys in self.keys.items()},
         }
         digest = hashlib.sha256(json.dumps(arguments, sort_keys=True).encode())
         for path, tensors in sorted(self.files.items()):
@@ -122,6 +138,8 @@ class _Export:
                 vocabulary=once(_VOCABULARY_PATH, table, logical),
                 access_counts=once(_ACCESS_COUNTS_PATH, table, firsts),
                 row_classes=once(_ROW_CLASSES_PATH, table, logical),
+                num_keys=self.num_rows(table) if table.keys is not None else None,
+                missing_row=entries.get(_MISSING_ROW_PATH.format(table.name)),
             )
             for table in self.spec.stored_tables
         )
@@ -149,12 +167,15 @@ class _Export:
         _check_names("rows", set(rows), {table.name for table in self.spec.tables})
         for table in self.spec.tables:
             source = rows[table.name]
-            if (source.num_embeddings, source.embedding_dim) != (table.num_embeddings, table.embedding_dim):
+            expected = self.num_rows(table), table.embedding_dim
+            if (source.num_embeddings, source.embedding_dim) != expected:
+                says = "the spec says" if table.keys is None else "its keys, and the spec, say"
                 raise ExportError(
                     f"table {table.name!r}: rows are [{source.num_embeddings}, {source.embedding_dim}], "
-                    f"the spec says [{table.num_embeddings}, {table.embedding_dim}]"
+                    f"{says} {list(expected)}"
                 )
         paths = [*self.files, *(path for table in self.spec.stored_tables for path in self.rows_paths(table))]
+        paths += [path for path in map(self.missing_row_path, self.spec.stored_tables) if path is not None]
         unknown = {path: FileEntry(path=path, size_bytes=2**63 - 1, sha256="0" * 64) for path in paths}
         try:
             with refused_as(ExportError, "manifest: "):
@@ -168,7 +189,7 @@ class _Export:
     def write_rows(
         self, folder: ExportFolder, rows: Mapping[str, RowSource], progress: Progress
     ) -> dict[str, FileEntry]:
-        """Write the row files that are not finished; memory is bounded by one file, of all slices, and some blocks."""
+        """Write the row files that are not finished; memory is bounded by one file of all slices and some blocks."""
         entries = {}
         for table in self.spec.tables:
             ends = zip(table.slices, accumulate(table.slice_dims), strict=True)
@@ -176,16 +197,78 @@ class _Export:
             rows_per_file = self.rows_per_file[table.slices[0].name]
             for file_index, paths in enumerate(zip(*(self.rows_paths(stored) for stored in table.slices), strict=True)):
                 missing = [part for part, path in zip(slices, paths, strict=True) if path not in folder.finished]
+                first, num_rows = file_index * rows_per_file, self.num_rows(table)
+                # Of all slices alike.
+                keys = self.keys.get(table.slices[0].name, _NO_KEYS)[first : first + rows_per_file]
                 if missing:
-                    encoded = _encode_file(table, missing, rows[table.name], rows_per_file, file_index, progress)
+                    encoded = self._encode_file(table, missing, rows[table.name], file_index, keys, progress)
                 else:
                     encoded = {}
-                    done = min((file_index + 1) * rows_per_file, table.num_embeddings)
-                    progress(f"table {table.name}", done, table.num_embeddings)
+                    progress(f"table {table.name}", min(first + rows_per_file, num_rows), num_rows)
                 for stored, path in zip(table.slices, paths, strict=True):
                     # Popped, so that each slice is freed once it is written.
-                    entries[path] = folder.write(path, partial(_save, {"rows": encoded.pop(stored.name, None)}))
+                    tensors = {"rows": encoded.pop(stored.name, None)} | (
+                        {"keys": keys[key_order(keys)]} if keys.size else {}
+                    )
+                    entries[path] = folder.write(path, partial(_save, tensors))
+            for stored in table.slices:
+                if (path_of_mean := self.missing_row_path(stored)) is not None:
+                    files = [folder.path(path) for path in self.rows_paths(stored)]
+                    entries[path_of_mean] = folder.write(path_of_mean, partial(save_mean, stored, files))
         return entries
+
+    def _encode_file(
+        self,
+        table: TableSpec,
+        slices: Sequence[tuple[TableSpec, slice]],
+        source: RowSource,
+        file_index: int,
+        keys: Int64Array,
+        progress: Progress,
+    ) -> dict[str, ByteArray]:
+        """Return all rows of one file as some slices store them, by name: uint8 [rows, row_bytes], in bucket order.
+
+        `keys` are of the file's rows, [] of a table without.
+        """
+        rows_per_file, all_rows = self.rows_per_file[table.slices[0].name], self.num_rows(table)
+        first_row = file_index * rows_per_file
+        num_rows = min(rows_per_file, all_rows - first_row)
+        block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
+        codecs = [RowCodec(part.dtype, part.embedding_dim) for part, _ in slices]
+        # By name: slices of a `mixed` table have different seeds.
+        buckets = [RowBuckets.of(part) for part, _ in slices]
+        if keys.size:
+            orders = [buckets[0].of_keys(first_row, keys, key_order(keys).argsort())] * len(slices)
+        else:
+            orders = [of_slice.in_file(rows_per_file, file_index) for of_slice in buckets]
+        stored = [np.empty((num_rows, codec.row_bytes), np.uint8) for codec in codecs]
+        for start in range(0, num_rows, block_rows):
+            position, stop = start, min(start + block_rows, num_rows)
+            for block in source.blocks(first_row + start, stop - start):
+                fits = block.ndim == 2 and block.shape[1] == table.embedding_dim and len(block) <= stop - position
+                if not fits or block.dtype != np.float32:
+                    raise ExportError(
+                        f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
+                        f"expected float32 [at most {stop - position}, {table.embedding_dim}]"
+                    )
+                finite = np.isfinite(block)
+                if not finite.all():
+                    row = first_row + position + int(np.argmin(finite.all(axis=1)))
+                    raise ExportError(f"table {table.name!r}, row {row}: holds NaN or inf")
+                local_rows = np.arange(position, position + len(block), dtype=np.int64)
+                for (part, columns), codec, order, rows in zip(slices, codecs, orders, stored, strict=True):
+                    values = block[:, columns]
+                    encoded = codec.encode(values)
+                    if (bad := codec.first_non_finite(encoded)) is not None:
+                        where = f"table {part.name!r}, row {first_row + position + bad}"
+                        extremes = f"{values[bad].min()} to {values[bad].max()}"
+                        raise ExportError(f"{where}: values from {extremes} overflow as {part.dtype}")
+                    rows[order.positions(local_rows)] = encoded
+                position += len(block)
+            if position != stop:
+                raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
+            progress(f"table {table.name}", first_row + stop, all_rows)
+        return {part.name: rows for (part, _), rows in zip(slices, stored, strict=True)}
 
 
 def _small_files(
@@ -235,14 +318,14 @@ def _small_files(
     return files
 
 
-def _rows_per_file(table: TableSpec, rows_per_file: int | None) -> int:
+def _rows_per_file(table: TableSpec, num_rows: int, rows_per_file: int | None) -> int:
     if rows_per_file is None:
         row_bytes = sum(RowCodec(part.dtype, part.embedding_dim).row_bytes for part in table.slices)
-        rows_per_file = default_rows_per_file(table, row_bytes)
+        rows_per_file = default_rows_per_file(table, row_bytes, num_rows)
     if not MIN_ROWS_PER_FILE <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
         raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {MIN_ROWS_PER_FILE}")
     rows_per_file = max(rows_per_file, NUM_BUCKETS[table.bucketing])
-    if (num_files := -(-table.num_embeddings // rows_per_file)) > MAX_ROW_FILES:
+    if (num_files := -(-num_rows // rows_per_file)) > MAX_ROW_FILES:
         limit = f"at most {MAX_ROW_FILES} are allowed: give more rows_per_file"
         raise ExportError(f"table {table.name!r}: rows_per_file {rows_per_file} makes {num_files} files; {limit}")
     return rows_per_file
@@ -280,58 +363,13 @@ def _check_names(what: str, given: set[str], expected: set[str]) -> None:
         raise ExportError(f"{what}: missing for tables {sorted(expected - given)}, unknown {sorted(given - expected)}")
 
 
-def _encode_file(
-    table: TableSpec,
-    slices: Sequence[tuple[TableSpec, slice]],
-    source: RowSource,
-    rows_per_file: int,
-    file_index: int,
-    progress: Progress,
-) -> dict[str, ByteArray]:
-    """Return all stored rows of one file of some slices, by name, uint8 [rows, row_bytes], in bucket order."""
-    first_row = file_index * rows_per_file
-    num_rows = min(rows_per_file, table.num_embeddings - first_row)
-    block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
-    codecs = [RowCodec(part.dtype, part.embedding_dim) for part, _ in slices]
-    # By name: slices of a `mixed` table have different seeds.
-    orders = [RowBuckets.of(part).in_file(rows_per_file, file_index) for part, _ in slices]
-    stored = [np.empty((num_rows, codec.row_bytes), np.uint8) for codec in codecs]
-    for start in range(0, num_rows, block_rows):
-        position, stop = start, min(start + block_rows, num_rows)
-        for block in source.blocks(first_row + start, stop - start):
-            fits = block.ndim == 2 and block.shape[1] == table.embedding_dim and len(block) <= stop - position
-            if not fits or block.dtype != np.float32:
-                raise ExportError(
-                    f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
-                    f"expected float32 [at most {stop - position}, {table.embedding_dim}]"
-                )
-            finite = np.isfinite(block)
-            if not finite.all():
-                row = first_row + position + int(np.argmin(finite.all(axis=1)))
-                raise ExportError(f"table {table.name!r}, row {row}: holds NaN or inf")
-            local_rows = np.arange(position, position + len(block), dtype=np.int64)
-            for (part, columns), codec, order, rows in zip(slices, codecs, orders, stored, strict=True):
-                values = block[:, columns]
-                encoded = codec.encode(values)
-                if (bad := codec.first_non_finite(encoded)) is not None:
-                    raise ExportError(
-                        f"table {part.name!r}, row {first_row + position + bad}: values from {values[bad].min()} to "
-                        f"{values[bad].max()} overflow as {part.dtype}"
-                    )
-                rows[order.positions(local_rows)] = encoded
-            position += len(block)
-        if position != stop:
-            raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
-        progress(f"table {table.name}", first_row + stop, table.num_embeddings)
-    return {part.name: rows for (part, _), rows in zip(slices, stored, strict=True)}
-
-
 def export_snapshot(
     store_path: str | Path,
     spec: ModelSpec,
     *,
     rows: Mapping[str, RowSource],
     dense: Mapping[str, torch.Tensor] | Program,
+    keys: Mapping[str, GivenKeys] | None = None,
     vocabularies: Mapping[str, Vocabulary] | None = None,
     access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
     row_classes: Mapping[str, RowClasses] | None = None,
@@ -356,6 +394,7 @@ def export_snapshot(
         rows: a source for every table, by name.
         dense: the dense model's tensors: floats are stored as float32, whole numbers and bools as they are. For the
             kind `exported` a program, or the file or bytes of one, without its sample inputs.
+        keys: for every table with keys, those of its rows, in their order.
         vocabularies: for every table with vocabulary mapping, its ids in row order.
         access_counts: for any of the tables, how often each row was looked up: whole numbers [num_embeddings].
         row_classes: for every table divided by popularity, or pruned, the part that each row is in.
@@ -380,9 +419,19 @@ def export_snapshot(
         raise ExportError(f"version: {version} is not in [1, 2^63)")
     if not 0 < golden_tolerance < math.inf:
         raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
-    file_rows = {part.name: _rows_per_file(table, rows_per_file) for table in spec.tables for part in table.slices}
+    tables_with_keys = {table.name: table for table in spec.tables if table.keys is not None}
+    _check_names("keys", set(keys or {}), set(tables_with_keys))
+    given = {name: checked_keys(tables_with_keys[name], of_table) for name, of_table in (keys or {}).items()}
+    of_stored = {part.name: given[name] for name, table in tables_with_keys.items() for part in table.slices}
+    num_rows = {table.name: given[table.name].size if table.keys else table.num_embeddings for table in spec.tables}
+    file_rows = {
+        part.name: _rows_per_file(table, num_rows[table.name], rows_per_file)
+        for table in spec.tables
+        for part in table.slices
+    }
     files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, row_classes or {}, plan)
-    export = _Export(spec, version, file_rows, files, golden, golden_tolerance, metadata or {}, last_delta, delta_base)
+    about = golden, golden_tolerance, metadata or {}, last_delta, delta_base
+    export = _Export(spec, version, file_rows, of_stored, files, *about)
     export.check(rows)
     target = store.path / spec.model / str(version)
     try:

@@ -147,7 +147,7 @@ def _read_model(named: str) -> tuple[ModelDescription, dict[str, Any]]:
     spec, profile = planned_model({"model": named, "dtype": None, "counts": None, "zipf": None, **_NO_LEVERS})
     if spec.divided:
         raise ExportError(f"{named}: its tables are divided already; give the description that it was made from")
-    tables = tuple(TableDescription(**dict(table)) for table in spec.tables)
+    tables = tuple(TableDescription(**dict(iter(table))) for table in spec.tables)
     fields = {name: getattr(spec, name) for name in ModelDescription.model_fields}
     return ModelDescription(**{**fields, "tables": tables}), dict(profile.counts)
 

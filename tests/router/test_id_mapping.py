@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.snapshot.buckets import splitmix64
 from loader.snapshot.tables import HashMapping, TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
-from router.id_mapping import UNKNOWN, IdMapper, VocabularyIndex, hashed_rows, splitmix64
+from router.id_mapping import UNKNOWN, IdMapper, VocabularyIndex, hashed_rows
 from shard_node.bags import Bags
 from shardrank_testing import bags as table_bags
 from shardrank_testing.snapshots import model_of, table_of

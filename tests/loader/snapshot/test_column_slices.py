@@ -55,7 +55,9 @@ def test_each_slice_is_encoded_with_a_scale_of_its_own(tmp_path):
 
 def test_vocabulary_and_access_counts_go_with_the_first_slice(tmp_path):
     mapped = {"id_mapping": {"kind": "vocabulary", "id_type": "string"}}
-    tables = [one.model_copy() if one.name != "film" else TableSpec(**{**dict(one), **mapped}) for one in SPEC.tables]
+    tables = [
+        one.model_copy() if one.name != "film" else TableSpec(**{**dict(iter(one)), **mapped}) for one in SPEC.tables
+    ]
     spec = ModelSpec(**{**dict(SPEC), "tables": tables})
     counts = np.arange(777)
     path, _ = write_snapshot(tmp_path, spec, vocabularies={"film": ["a", "b"]}, access_counts={"film": counts})

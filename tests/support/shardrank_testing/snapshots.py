@@ -212,8 +212,8 @@ def num_buckets(table: TableSpec) -> int:
 def with_slices(spec: ModelSpec, slices: Mapping[str, tuple[int, ...]]) -> ModelSpec:
     """The model with some of its tables cut into slices of so many columns; their widths follow."""
     changes = {name: {"column_dims": dims, "embedding_dim": sum(dims)} for name, dims in slices.items()}
-    tables = [TableSpec(**{**dict(table), **changes.get(table.name, {})}) for table in spec.tables]
-    return ModelSpec(**{**dict(spec), "tables": tuple(tables)})
+    tables = [TableSpec(**{**dict(iter(table)), **changes.get(table.name, {})}) for table in spec.tables]
+    return ModelSpec(**{**dict(iter(spec)), "tables": tuple(tables)})
 
 
 def sharding_of(spec: ModelSpec) -> Sharding:
