@@ -179,10 +179,10 @@ class DeltaError(ShardrankError, http_status=409, grpc_status="FAILED_PRECONDITI
     """Changed rows that must not be applied.
 
     `delta_base`: of a version that this one is not, and does not continue. `delta_gap`: not the next delta.
-    `delta_fork`: the stream does not go on from what was applied.
+    `delta_fork`: the stream does not go on from what was applied. `key_capacity`: more keys than the table may have.
     """
 
-    kinds: ClassVar = {"delta_gap": (409, "OUT_OF_RANGE")}
+    kinds: ClassVar = {"delta_gap": (409, "OUT_OF_RANGE"), "key_capacity": (507, "RESOURCE_EXHAUSTED")}
 
 
 class DeltaFormatError(DeltaError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="delta_format"):

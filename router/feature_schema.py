@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
+from loader.snapshot.tables import AnyTable, TableSpec
 from shard_node.bags import Int32Array, Int64Array, TableLayout
 
 
@@ -127,13 +128,15 @@ class FeatureSchema:
         return np.array([self.spec.pooling_of(feature.name) == "mean" for feature in self.features])
 
     @cached_property
+    def skips_missing(self) -> npt.NDArray[np.bool_]:
+        """Bool [F], True for features that leave keys without a row out of their bags."""
+        tables = [self.spec.table_of(feature.name) for feature in self.features]
+        return np.array([isinstance(table, TableSpec) and table.missing == "skip" for table in tables])
+
+    @cached_property
     def string_features(self) -> frozenset[str]:
         """Features whose ids are strings in a request."""
-        return frozenset(
-            feature.name
-            for feature in self.features
-            if getattr(self.spec.table_of(feature.name).id_mapping, "id_type", "integer") == "string"
-        )
+        return frozenset(feature.name for feature in self.features if is_of_strings(self.spec.table_of(feature.name)))
 
     @cached_property
     def digest(self) -> str:
@@ -145,3 +148,8 @@ class FeatureSchema:
         features = [[one.name, one.side, one.name in self.string_features, one.weighted] for one in self.features]
         widths = [self.spec.dense_inputs.context, self.spec.dense_inputs.candidate]
         return hashlib.sha256(json.dumps([features, widths]).encode()).hexdigest()[:32]
+
+
+def is_of_strings(table: AnyTable) -> bool:
+    """Tell whether ids of a table are strings: of a vocabulary, or of keys that are fingerprints."""
+    return "string" in (getattr(table.id_mapping, "id_type", ""), getattr(table, "keys", ""))

@@ -157,7 +157,7 @@ class HotSet:
         # Numbers and offsets have one dtype.
         offsets = bags.offsets.astype(np.int32, copy=False)
         checked = CheckedBags(bags.keys, bags.bags_per_key, offsets, numbers, bags.weights, layout=self._layout)  # type: ignore[arg-type]
-        return self._engine.answer(checked) if forms.stored else Answer(self._engine.pool(checked))
+        return self._engine.answer(checked, stored=forms.stored)
 
     def write_rows(self, rows: Int64Array, of_tables: Sequence[tuple[int, StoredRows]]) -> int:
         """Replace those rows that are here, of several tables together: tables, each with the rows as stored."""

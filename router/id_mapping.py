@@ -193,8 +193,8 @@ def _mix(table: npt.NDArray[np.int32], ids: Int64Array) -> npt.NDArray[np.uint64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RejectedIds:
-    """Ids that their tables have no row for, under `unknown_id: reject`: the first of each bag, in the order of bags.
+class BagIds:
+    """Some ids of bags: such as their tables have no row for.
 
     Attributes:
         feature: int32 [k], the flat index of the feature.
@@ -210,15 +210,18 @@ class RejectedIds:
         return self.bag.size
 
 
-NONE_REJECTED = RejectedIds(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+NO_IDS = BagIds(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedBags:
-    """Bags whose values are rows. A bag with a `rejected` id (the first of each is told) must not be used."""
+    """Bags whose values are rows, or keys.
+
+    A bag with a `rejected` id, under `unknown_id: reject` (the first of each is told), must not be used.
+    """
 
     bags: Bags
-    rejected: RejectedIds
+    rejected: BagIds
 
 
 class IdMapper:
@@ -247,9 +250,10 @@ class IdMapper:
         self._only_identity = bool((self._kind == _IDENTITY).all())
         self._policy = np.array([policies[table.unknown_id] for table in tables], np.int8)
         self._num_embeddings = np.array([table.num_embeddings for table in tables], np.uint64)
-        sizes = {table.num_embeddings for table in tables}
+        # Where ids are rows, or keys, of which none is unknown here.
+        self._last = np.array([table.last_value for table in tables], np.uint64)
         # Tables that all have as many rows as each other need no bounds by feature.
-        self._common_size = sizes.pop() if len(sizes) == 1 else None
+        self._common_last = int(self._last[0]) if (self._last == self._last[0]).all() else None
         self._default_row = np.array([table.default_row for table in tables], np.int64)
         mappings = [(feature.name, table.id_mapping) for feature, table in zip(schema.features, tables, strict=True)]
         seeds = [mapping.seed_of(name) if isinstance(mapping, HashMapping) else 0 for name, mapping in mappings]
@@ -275,28 +279,28 @@ class IdMapper:
         """
         keys = bags.keys
         if keys.size == 0 or not bags.values.size:
-            return MappedBags(bags, NONE_REJECTED)
+            return MappedBags(bags, NO_IDS)
         if self._only_identity:
-            if self._common_size is not None:
-                # As unsigned numbers, negative values are larger than any size.
-                are_rows = int(np.maximum.reduce(bags.values.view(np.uint64))) < self._common_size
+            if self._common_last is not None:
+                # As unsigned numbers, negative values are larger than any row.
+                are_rows = int(np.maximum.reduce(bags.values.view(np.uint64))) <= self._common_last
             else:
-                limits = self._num_embeddings if keys.size == self._num_embeddings.size else self._num_embeddings[keys]
-                are_rows = first_outside(bags.values, bags.value_starts(), limits) is None
+                last = self._last if keys.size == self._last.size else self._last[keys]
+                are_rows = first_outside(bags.values, bags.value_starts(), last) is None
             if are_rows:
-                return MappedBags(bags, NONE_REJECTED)
+                return MappedBags(bags, NO_IDS)
         values_per_key = bags.values_per_key()
         kinds = self._kind[keys]
         if (kinds == _IDENTITY).all():
-            limits = self._num_embeddings[keys]
-            if not self._only_identity and first_outside(bags.values, bags.value_starts(), limits) is None:
-                return MappedBags(bags, NONE_REJECTED)
+            last = self._last[keys]
+            if not self._only_identity and first_outside(bags.values, bags.value_starts(), last) is None:
+                return MappedBags(bags, NO_IDS)
             rows = bags.values
-            unknown = rows.view(np.uint64) >= np.repeat(limits, values_per_key)
+            unknown = rows.view(np.uint64) > np.repeat(last, values_per_key)
         elif (kinds == _HASH).all():
             factors = (_spread(of_keys[keys], values_per_key) for of_keys in (self._seed, self._num_embeddings))
             rows = hashed_rows(bags.values, *factors)
-            return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
+            return MappedBags(bags.with_values(rows, bags.weights), NO_IDS)
         else:
             kind = np.repeat(kinds, values_per_key)
             feature = np.repeat(keys, values_per_key)
@@ -307,9 +311,9 @@ class IdMapper:
             known = np.flatnonzero(kind == _VOCABULARY)
             rows[known] = self._vocabulary.rows(self._schema.table_index[feature[known]], bags.values[known])
             # A row that no vocabulary gave is -1: as an unsigned number, beyond every table.
-            unknown = rows.view(np.uint64) >= self._num_embeddings[feature]
+            unknown = rows.view(np.uint64) > self._last[feature]
         if not unknown.any():
-            return MappedBags(bags.with_values(rows, bags.weights), NONE_REJECTED)
+            return MappedBags(bags.with_values(rows, bags.weights), NO_IDS)
         positions = np.flatnonzero(unknown)
         segment = np.searchsorted(np.cumsum(values_per_key), positions, side="right")
         feature = bags.keys[segment]
@@ -321,7 +325,7 @@ class IdMapper:
         bag_of_batch = np.searchsorted(bags.offsets, positions[refused], side="right") - 1
         refused_bags, first = np.unique(bag_of_batch, return_index=True)
         at, segment = positions[refused][first], segment[refused][first]
-        rejected = RejectedIds(bags.keys[segment], refused_bags - bags.bag_starts()[segment], bags.values[at])
+        rejected = BagIds(bags.keys[segment], refused_bags - bags.bag_starts()[segment], bags.values[at])
         mapped, skipped = bags.with_values(rows, bags.weights), positions[policy == _SKIP]
         if skipped.size:
             keep = np.ones(rows.size, dtype=bool)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from operator import add
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,18 @@ from loader.snapshot.tables import DividedTable
 from router.errors import HotRowsError, PlanError
 from router.feature_schema import FeatureSchema
 from router.hot_rows import HotLookup, HotRows
-from router.id_mapping import IdMapper, MappedBags, RejectedIds
+from router.id_mapping import NO_IDS, BagIds, IdMapper, MappedBags
 from router.plan import BucketOwners, Plan
-from shard_node.answer import EXACT, NEWEST_SEQUENCE, UNKNOWN_SEQUENCE, WIRE_FORMS, Answer, ReplyEncoding, add_answers
+from shard_node.answer import (
+    EXACT,
+    NEWEST_SEQUENCE,
+    NONE_MISSING,
+    UNKNOWN_SEQUENCE,
+    WIRE_FORMS,
+    Answer,
+    ReplyEncoding,
+    add_answers,
+)
 from shard_node.bags import Bags, CheckedBags, Float32Array, Int32Array, Int64Array, TableLayout
 from shard_node.freshness import UNKNOWN_AGE_MS, FreshnessBound, oldest
 from shard_node.node import LocalShard, Shard
@@ -75,6 +84,7 @@ class Embeddings:
         num_rows: int64 [S], how many rows each feature has in its blocks.
         bags: the rows that were asked for, by feature, after `skip` has left out unknown ids.
         rejected: ids that have no row, under `unknown_id: reject`; what is here for their bags must not be used.
+        missing: keys that have no row, in the order of the ids; of bags as they were asked for.
         times: where the time went.
         sequence: every row is of this delta or a later one.
         age_ms: of the oldest rows, as `shard_node.freshness` has it.
@@ -87,10 +97,11 @@ class Embeddings:
     row_starts: Int64Array
     num_rows: Int64Array
     bags: Bags
-    rejected: RejectedIds
+    rejected: BagIds
     times: LookupTimes = field(default_factory=LookupTimes)
     sequence: int = UNKNOWN_SEQUENCE
     age_ms: int = UNKNOWN_AGE_MS
+    missing: BagIds = NO_IDS
 
     def feature(self, index: int, projections: Mapping[str, Float32Array] | None = None) -> Float32Array:
         """Return one feature by its flat index, float32 [bags, embedding_dim]: a view, or made of slices and parts.
@@ -210,7 +221,7 @@ class Router:
         if hot is not None and self._all_rows is not None:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
         self._cutter = Cutter(plan.layout)
-        self._is_narrow = max(table.num_embeddings for table in plan.layout.tables) <= 2**31
+        self._is_narrow = max(table.last_value for table in plan.layout.tables) < 2**31
         self._owners = BucketOwners(plan)
         self._has_rows = bool(schema.is_none.any())
         self._has_mean = bool(schema.is_mean.any())
@@ -268,7 +279,10 @@ class Router:
         else:
             answer = await self._pool(model, version, by_table, deadline, forms, times)
             started_at = self._clock()
-        blocks = cast("list[Float32Array]", answer.sums)
+        blocks, asked_for, missing = cast("list[Float32Array]", answer.sums), mapped.bags, NO_IDS
+        if answer.missing.size:
+            found = self._without_missing(asked_for, LookedUp(num_rows, complete, by_lookup), blocks, answer.missing)
+            missing, asked_for, (num_rows, complete, by_lookup) = found
         starts, first_in_group = by_lookup.bag_starts(), self._first_in_group
         if by_lookup.keys.size < self._lookups.feature.size:
             first_key = np.searchsorted(by_lookup.keys, self._lookups.group_starts)
@@ -282,11 +296,12 @@ class Router:
             blocks=blocks,
             row_starts=starts[:-1] - starts[first_in_group],
             num_rows=num_rows,
-            bags=mapped.bags,
+            bags=asked_for,
             rejected=mapped.rejected,
             times=times,
             sequence=answer.sequence,
             age_ms=answer.age_ms,
+            missing=missing,
         )
         times.add_s += self._clock() - started_at
         return embeddings
@@ -350,7 +365,49 @@ class Router:
             if self._hot is not None and lookup is not None:
                 self._hot.looked_up(bags, lookup, hits)
             sequence = min([answer.sequence for answer in answers], default=NEWEST_SEQUENCE)
-            return Answer(blocks, sequence=sequence, age_ms=oldest([answer.age_ms for answer in answers]))
+            lacking = [(part, answer) for part, answer in zip(parts, answers, strict=True) if answer.missing.size]
+            missing = [part.positions.take(answer.missing) for part, answer in lacking]
+            in_order = np.sort(np.concatenate(missing)) if missing else NONE_MISSING
+            age_ms = oldest([answer.age_ms for answer in answers])
+            return Answer(blocks, sequence=sequence, age_ms=age_ms, missing=in_order)
+
+    def _without_missing(
+        self, by_feature: Bags, looked_up: LookedUp, blocks: list[Float32Array], positions: npt.NDArray[np.integer[Any]]
+    ) -> tuple[BagIds, Bags, LookedUp]:
+        """Tell which keys have no row, and take those out of bags, and out of blocks, whose table leaves them out.
+
+        `positions`, [k], are of values of `looked_up.rows`. Of slices of a table all miss the same keys.
+        """
+        lookups, rows = self._lookups, looked_up.rows
+        segment = np.searchsorted(rows.value_starts(), positions, side="right") - 1
+        number = rows.keys[segment]
+        feature, within = lookups.feature[number], positions - rows.value_starts()[segment]
+        is_first, is_skipped = lookups.column[number] == 0, self.schema.skips_missing[feature]
+        of_feature = np.searchsorted(by_feature.keys, feature)
+        at = by_feature.value_starts()[of_feature] + within
+        bag = np.searchsorted(by_feature.offsets, at, side="right") - 1 - by_feature.bag_starts()[of_feature]
+        missing = BagIds(feature[is_first], bag[is_first], by_feature.values[at[is_first]])
+        if not is_skipped.any():
+            return missing, by_feature, looked_up
+        taken = at[is_skipped], segment[is_skipped], within[is_skipped], is_first[is_skipped]
+        at, segment, within, is_first = taken
+        number, of_feature = number[is_skipped], of_feature[is_skipped]
+        by_feature = by_feature.kept(_all_but(at[is_first], by_feature.num_values))
+        # An id of a sequence is a bag of its own, which goes with it: a row of its block.
+        is_row = self.schema.is_none[lookups.feature[number]]
+        gone = np.searchsorted(rows.offsets, positions[is_skipped][is_row], side="right") - 1
+        groups = lookups.group[number[is_row]]
+        at_group = rows.bag_starts()[np.searchsorted(rows.keys, lookups.group_starts[groups])]
+        for group in np.unique(groups).tolist():
+            blocks[group] = np.delete(blocks[group], (gone - at_group)[groups == group], axis=0)
+        gone_per_key = np.bincount(segment[is_row], minlength=rows.keys.size)
+        gone_rows = np.bincount(of_feature[is_row & is_first], minlength=by_feature.keys.size)
+        complete, kept = looked_up.complete, _without(rows, positions[is_skipped].astype(np.int64), gone, gone_per_key)
+        if complete is not rows:
+            complete = _without(complete, complete.value_starts()[segment] + within, gone, gone_per_key)
+        else:
+            complete = kept
+        return missing, by_feature, LookedUp(looked_up.num_rows - gone_rows, complete, kept)
 
     def _parts(self, bags: Bags, hot_lookup: HotLookup | None) -> list[Part]:
         """Divide bags over the shards, into pieces that fit the wire; the longest first, and last what is hot."""
@@ -420,6 +477,19 @@ def _of_lookups(bags: Bags, feature: Int32Array) -> Bags:
         bags.values[values],
         None if bags.weights is None else bags.weights[values],
     )
+
+
+def _all_but(positions: Int64Array, size: int) -> npt.NDArray[np.bool_]:
+    kept = np.ones(size, np.bool_)
+    kept[positions] = False
+    return kept
+
+
+def _without(bags: Bags, values: Int64Array, gone_bags: Int64Array, gone_per_key: Int64Array) -> Bags:
+    """Return bags without some values, and without some bags, which are empty then: positions, int64 [k] and [b]."""
+    kept = bags.kept(_all_but(values, bags.num_values))
+    lengths = kept.lengths[_all_but(gone_bags, bags.num_bags)]
+    return Bags.from_lengths(bags.keys, bags.bags_per_key - gone_per_key, lengths, kept.values, kept.weights)
 
 
 def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:

@@ -10,8 +10,8 @@ counts, by `travel_as_stored`; it is never sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,7 @@ class ReplyEncoding:
 
 
 FLOAT32_SUMS = ReplyEncoding()
+NONE_MISSING = np.zeros(0, np.int32)
 EXACT = ReplyEncoding(stored=True)
 """What loses nothing: rows as they are stored, and float32 sums."""
 
@@ -58,7 +59,8 @@ class Answer:
     `sums` are float32 or float16 [bags, embedding_dim], or int8 rows, uint8 [bags, embedding_dim + 8]; `stored` uint8
     [values, row_bytes] the rows of tables that travel as stored, None if all are among `sums`. `asked_bytes` is the
     length of the frame that it answers, 0 if it came through no socket; `sequence` the last delta that the owner had
-    applied before it read its rows, `age_ms` their age (`shard_node.freshness`).
+    applied before it read its rows, `age_ms` their age (`shard_node.freshness`). `missing`, int32 or int64 [k],
+    ascending, are the positions of values whose key has no row.
     """
 
     sums: Sequence[Sums]
@@ -66,6 +68,7 @@ class Answer:
     asked_bytes: int = 0
     sequence: int = UNKNOWN_SEQUENCE
     age_ms: int = UNKNOWN_AGE_MS
+    missing: npt.NDArray[np.integer[Any]] = field(default_factory=lambda: NONE_MISSING)
 
     def bytes_by_form(self) -> tuple[int, ...]:
         """Bytes in each of `WIRE_FORMS`: of stored rows, then of sums."""
@@ -76,6 +79,9 @@ class Answer:
 
     def check(self, layout: TableLayout, bags: Bags) -> None:
         """Raise RemoteError, naming the group and both shapes, unless it fits the bags."""
+        missing = self.missing
+        if missing.size and (missing[0] < 0 or missing[-1] >= bags.num_values or (missing[1:] <= missing[:-1]).any()):
+            raise RemoteError(f"the answer's missing keys do not ascend within its {bags.num_values} values")
         for what, arrays in (("sums", self.sums), ("stored rows", self.stored)):
             if arrays is not None and len(arrays) != len(layout.groups):
                 raise RemoteError(f"the answer has {what} of {len(arrays)} groups, the model has {len(layout.groups)}")

@@ -32,8 +32,8 @@ _FORM = (
     ("values", (_INT64, _INT32)),
     ("weights", (np.dtype(np.float32),)),
 )
-# No more rows than this can be named by int32 numbers.
-_INT32_ROWS = np.uint64(2**31)
+# The last row that int32 numbers can name.
+_LAST_INT32 = np.uint64(2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,31 +186,29 @@ class CheckedBags(Bags):
     layout: TableLayout = field(kw_only=True)
 
 
-def first_outside(
-    values: Int64Array, value_starts: Int64Array, limits: npt.NDArray[np.uint64]
-) -> tuple[int, int] | None:
-    """Find a value, int64 [n], key by key, that is negative or not below its key's limit.
+def first_outside(values: Int64Array, value_starts: Int64Array, last: npt.NDArray[np.uint64]) -> tuple[int, int] | None:
+    """Find a value, int64 [n], key by key, that is, as an unsigned number, beyond its key's last one.
 
-    `value_starts`, int64 [S + 1], are the first value of each key, then n; `limits` uint64 [S]. Returns (segment,
+    `value_starts`, int64 [S + 1], are the first value of each key, then n; `last` uint64 [S]. Returns (segment,
     position) of the first one, or None. If all is well this costs one pass over the values.
     """
     if not values.size:
         return None
-    # As unsigned numbers, negative values are larger than any limit: the largest of a key decides for both bounds.
+    # As unsigned numbers, negative values are larger than any row: the largest of a key decides for both bounds.
     narrow = values.dtype == _INT32
     unsigned = values.view(np.uint32 if narrow else np.uint64)
-    limits = np.minimum(limits, _INT32_ROWS) if narrow else limits
-    if (limits == limits[0]).all() and np.maximum.reduce(unsigned) < limits[0]:
+    last = np.minimum(last, _LAST_INT32) if narrow else last
+    if (last == last[0]).all() and np.maximum.reduce(unsigned) <= last[0]:
         return None
     # reduceat gives an element, not a neutral value, for an empty segment: such keys are left out.
     filled = np.flatnonzero(value_starts[:-1] < value_starts[1:])
-    starts, limits = value_starts[filled], limits[filled]
-    wrong = np.maximum.reduceat(unsigned, starts) >= limits
+    starts, last = value_starts[filled], last[filled]
+    wrong = np.maximum.reduceat(unsigned, starts) > last
     if not wrong.any():
         return None
     which = int(wrong.argmax())
     start, end = int(starts[which]), int(value_starts[filled[which] + 1])
-    return int(filled[which]), start + int((unsigned[start:end] >= limits[which]).argmax())
+    return int(filled[which]), start + int((unsigned[start:end] > last[which]).argmax())
 
 
 @dataclass(frozen=True)
@@ -269,8 +267,13 @@ class TableLayout:
         return numbers
 
     @cached_property
-    def _num_embeddings(self) -> npt.NDArray[np.uint64]:
-        return np.array([table.num_embeddings for table in self.tables], np.uint64)
+    def _last_values(self) -> npt.NDArray[np.uint64]:
+        return np.array([table.last_value for table in self.tables], np.uint64)
+
+    @cached_property
+    def has_keys(self) -> bool:
+        """Whether some table names its rows by keys."""
+        return any(table.keys is not None for table in self.tables)
 
     @cached_property
     def bag_bytes(self) -> Int64Array:
@@ -340,7 +343,7 @@ class TableLayout:
         if tables is None:
             self._check_keys(bags.keys)
         numbers = bags.keys if tables is None else tables
-        outside = first_outside(bags.values, bags.value_starts(), self._num_embeddings[numbers])
+        outside = first_outside(bags.values, bags.value_starts(), self._last_values[numbers])
         if outside is None:
             return
         segment, position = outside
@@ -391,7 +394,7 @@ class TableLayout:
             )
         if (rows[1:] <= rows[:-1]).any():
             raise InvalidBagsError(f"{where}: rows must ascend, none twice")
-        if rows.size and (rows[0] < 0 or rows[-1] >= spec.num_embeddings):
+        if rows.size and spec.keys is None and (rows[0] < 0 or rows[-1] >= spec.num_embeddings):
             wrong = rows[0] if rows[0] < 0 else rows[-1]
             raise InvalidBagsError(f"{where}: row {wrong} is not in 0..{spec.num_embeddings - 1}")
 

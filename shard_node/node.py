@@ -255,11 +255,11 @@ class ShardNode:
             tables = lease.generation.payload
             # Before the rows: they may be newer than it says, and never older.
             progress = tables.deltas.now
-            answer = tables.engine.answer(bags) if forms.stored else Answer(tables.engine.pool(bags))
+            answer = tables.engine.answer(bags, stored=forms.stored)
         finally:
             lease.release()
         sums = [rounded(one, forms.sums) for one in cast("list[Float32Array]", answer.sums)]
-        return Answer(sums, answer.stored, 0, progress.sequence, progress.age_ms(self.wall_clock()))
+        return Answer(sums, answer.stored, 0, progress.sequence, progress.age_ms(self.wall_clock()), answer.missing)
 
     def info(
         self, cards_of: Callable[[Generation[LoadedTables]], CardsUse | None] = lambda one: one.payload.engine.cards()

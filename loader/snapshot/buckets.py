@@ -131,7 +131,7 @@ class RowBuckets:
         return np.arange(self.count, dtype=np.int64) << self.bucket_shift
 
     def of_keys(self, first_row: int, keys: Int64Array, ranks: Int64Array | None = None) -> FileOrder:
-        """Return the order of a file whose rows have these keys, int64 [n]; `ranks` are their places where they differ."""
+        """Return the order of a file whose rows have these keys, int64 [n]; not in order, they have places `ranks`."""
         starts = np.zeros(self.count + 1, np.int64)
         np.cumsum(np.bincount(key_buckets(keys), minlength=self.count), out=starts[1:])
         return FileOrder(self, first_row, keys.size, starts, ranks)

@@ -197,6 +197,11 @@ class DividedTable(Frozen):
         return self
 
     @property
+    def last_value(self) -> int:
+        """Return the largest number that names a row."""
+        return self.num_embeddings - 1
+
+    @property
     def num_classes(self) -> int:
         """Count the classes of rows: one for each part, and one more if rows are pruned; 1 by quotient_remainder."""
         return 1 if self.by == "quotient_remainder" else len(self.parts) + (self.pruned > 0)

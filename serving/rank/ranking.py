@@ -19,7 +19,7 @@ import torch
 
 from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.golden import GoldenRequests
-from router.id_mapping import RejectedIds
+from router.id_mapping import BagIds
 from router.router import Embeddings, Router
 from router.shard import ReplicatedShard
 from serving.description import NumberFormat
@@ -240,7 +240,7 @@ class Scored(NamedTuple):
     """
 
     scores: Float32Array
-    rejected: RejectedIds
+    rejected: BagIds
     dense_step: int = 0
     sequence: int = UNKNOWN_SEQUENCE
     age_ms: int = UNKNOWN_AGE_MS
@@ -547,7 +547,7 @@ class Ranking:
 
 
 def unknown_id(
-    schema: RequestSchema, request: RankRequest | LookupRequest, rejected: RejectedIds, which: int, bag: int
+    schema: RequestSchema, request: RankRequest | LookupRequest, rejected: BagIds, which: int, bag: int
 ) -> InvalidRequestError:
     """Make the error for one of the rejected ids, with its place in the request: `bag` counts within the feature."""
     key, rejected_id = int(rejected.feature[which]), int(rejected.id[which])

@@ -349,13 +349,19 @@ class CardEngine:
         self._rows.lookups.add(tables, bags)
         return blocks
 
-    def answer(self, bags: Bags) -> Answer:
+    def answer(self, bags: Bags, *, stored: bool = True) -> Answer:
         """As `Engine.answer`, of sums: rows lie on the cards in another form than the stored one."""
         return Answer(self.pool(bags))
 
     def lane(self, card: int) -> CardStream:
         """Make a lane of a card for a ranking replica, which closes it before the engine is closed."""
         return CardStream(self._rows, card)
+
+    def update_keys(
+        self, tables: Sequence[int], keys: Int64Array, stored: npt.NDArray[np.uint8] | None
+    ) -> tuple[int, int]:
+        """Raise InvalidBagsError: tables with keys are not loaded onto cards."""
+        raise InvalidBagsError(f"tables {[self.layout.tables[table].name for table in tables]} have no keys on cards")
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. Returns when the rows are on their way: every later `pool` sees them.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from shard_node.buckets import ALL_BITS, Partition
 from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace, allocate_rows
 from shard_node.engine.base import Engine
 from shard_node.engine.cpu import CpuEngine
+from shard_node.engine.keyed_tables import KeyedTables, keyed_numbers
 from shard_node.engine.memory import Claim, RowMemory, choose_tiers
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
@@ -86,10 +88,18 @@ class ArenaLoad(TableLoad):
         self._files = {files.table: files for files in snapshot.manifest.tables}
         self._buckets = [RowBuckets.of(table) for table in layout.tables]
         self._bucket_rows = [buckets.rows_per_bucket() for buckets in self._buckets]
+        local = {number: self._cards[number] >= 0 for number in keyed_numbers(layout)}
+        self._keyed = KeyedTables(layout, local) if local else None
+        # Which rows of each file are here, of tables with keys; then their rows by bucket are what there is.
+        self._orders = {number: self._orders_of(number) for number in local}
+        for number, orders in self._orders.items():
+            self._bucket_rows[number] = np.add.reduce([np.diff(order.starts) for order in orders])
         rows = [int(of_table[cards >= 0].sum()) for of_table, cards in zip(self._bucket_rows, self._cards, strict=True)]
+        for number in local:
+            rows[number] += 1  # what missing keys get
         self._row_bytes = [RowCodec(table.dtype, table.embedding_dim).row_bytes for table in layout.tables]
         table_bytes = [count * size for count, size in zip(rows, self._row_bytes, strict=True)]
-        self._tiers = choose_tiers(table_bytes, memory_budget_bytes)
+        self._tiers = self._choose_tiers(table_bytes, memory_budget_bytes)
         self._arenas: list[Arena] = []
         self._claim_pages: Callable[[int], object] = int
         self._progress: Progress = no_progress
@@ -99,7 +109,7 @@ class ArenaLoad(TableLoad):
 
     def take(self, memory: RowMemory) -> Sequence[Claim]:
         """As `TableLoad.take`."""
-        claim = memory.take(self._total_bytes)
+        claim = memory.take(self._total_bytes + (self._keyed.size_bytes if self._keyed is not None else 0))
         self._claim_pages = partial(memory.take, into=claim)
         return [claim]
 
@@ -113,26 +123,51 @@ class ArenaLoad(TableLoad):
             first_arena = len(self._arenas)
             filling = self._allocate(group.first_table, group.end_table)
             for number in range(group.first_table, group.end_table):
-                in_ram = self._tiers[number] == "ram"
-                places.append(self._place_in_ram(number, filling) if in_ram else self._place_mapped(number))
+                if number in self._orders:
+                    places.append(self._place_keyed(number, filling))
+                else:
+                    in_ram = self._tiers[number] == "ram"
+                    places.append(self._place_in_ram(number, filling) if in_ram else self._place_mapped(number))
             group_arenas.append(range(first_arena, len(self._arenas)))
         placement = Placement(self._layout, places)
-        return CpuEngine(self._layout, self._arenas, group_arenas, placement, self._tiers, self._claim_pages)
+        tiers, keyed = self._tiers, self._keyed
+        return CpuEngine(self._layout, self._arenas, group_arenas, placement, tiers, self._claim_pages, keyed)
+
+    def _orders_of(self, number: int) -> list[FileOrder]:
+        table = self._layout.tables[number]
+        files, buckets = self._files[table.name], self._buckets[number]
+        firsts = range(0, files.num_rows(table), files.rows_per_file)
+        return [buckets.of_keys(first, self._snapshot.keys(table.name, at)) for at, first in enumerate(firsts)]
+
+    def _choose_tiers(self, table_bytes: list[int], budget_bytes: int | None) -> list[Literal["ram", "mapped"]]:
+        """Choose the tables in RAM: all that have keys, as they have to grow. Raises MemoryBudgetError."""
+        if self._keyed is None or budget_bytes is None:
+            return choose_tiers(table_bytes, budget_bytes)
+        needed = self._keyed.size_bytes + sum(table_bytes[number] for number in self._orders)
+        if needed > budget_bytes:
+            raise MemoryBudgetError(f"tables with keys take {needed} bytes of RAM, the memory budget is {budget_bytes}")
+        others = [0 if number in self._orders else size for number, size in enumerate(table_bytes)]
+        return choose_tiers(others, budget_bytes - needed)
 
     def _allocate(self, first_table: int, end_table: int) -> _Filling:
         """Allocate one arena for a group's rows in RAM, whichever cards they are for: RAM is one memory."""
         table, row_bytes = self._layout.tables[first_table], self._row_bytes[first_table]
         bytes_of_cards: dict[int, int] = {}
+        spare_rows = 0
         for number in range(first_table, end_table):
             if self._tiers[number] != "ram":
                 continue
             cards, rows = self._cards[number], self._bucket_rows[number]
+            if self._keyed is not None and number in self._orders:
+                # Address space for all keys that there may be: memory is taken by those that come.
+                spare_rows += 1 + self._keyed.capacity[number] - int(rows[cards >= 0].sum())
             is_local = cards >= 0
             of_cards = np.bincount(cards[is_local], rows[is_local]).astype(np.int64)
             for card in np.flatnonzero(of_cards).tolist():
                 bytes_of_cards[card] = bytes_of_cards.get(card, 0) + int(of_cards[card]) * row_bytes
-        filling = _Filling(len(self._arenas), allocate_rows(sum(bytes_of_cards.values()) // row_bytes, row_bytes))
-        if bytes_of_cards:
+        num_rows = sum(bytes_of_cards.values()) // row_bytes + spare_rows
+        filling = _Filling(len(self._arenas), allocate_rows(num_rows, row_bytes))
+        if num_rows:
             self._arenas.append(Arena(table.dtype, table.embedding_dim, filling.rows, bytes_of_cards, "ram"))
         return filling
 
@@ -155,6 +190,29 @@ class ArenaLoad(TableLoad):
         filling.next_slot += int(rows[is_local].sum())
         self._progress("load", self._done_bytes, self._total_bytes)
         return place
+
+    def _place_keyed(self, number: int, filling: _Filling) -> TablePlace:
+        table, is_local, keyed = self._layout.tables[number], self._cards[number] >= 0, self._keyed
+        assert keyed is not None
+        first = filling.next_slot
+        filling.rows[first] = self._snapshot.missing_row(table.name)
+        for index, order in enumerate(self._orders[number]):
+            source, keys = self._snapshot.rows_file(table.name, index), self._snapshot.keys(table.name, index)
+            file = self._snapshot.path / self._files[table.name].rows[index].path
+            positions = order.positions_of(is_local)
+            for begin, end in _pieces(0, positions.size, source.shape[1], FILL_BYTES):
+                piece = positions[begin:end]
+                of_rows, stored = keys.take(piece), source.take(piece, axis=0)
+                check_finite(file, table, stored, of_rows)
+                planned = keyed.plan_upsert(number, of_rows)
+                if not (planned.is_new.all() and keyed.local(number, of_rows).all()):
+                    raise SnapshotCorruptError(f"{file}: table {table.name!r}: keys twice, or not by bucket")
+                keyed.insert(number, of_rows, planned)
+                filling.rows[first + planned.rows] = stored
+                self._done_bytes += stored.nbytes
+                self._progress("load", self._done_bytes, self._total_bytes)
+        filling.next_slot += 1 + keyed.capacity[number]
+        return TablePlace(ALL_BITS, 0, np.full((1, 1), filling.number, np.uint16), np.full((1, 1), first))
 
     def _fill(
         self, table: TableSpec, index: int, order: FileOrder, is_local: BoolArray, place: TablePlace, target: ByteArray

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -90,10 +90,22 @@ class Engine(WritableRows, Protocol):
         for a row that is outside its table or not on this engine.
         """
 
-    def answer(self, bags: Bags) -> Answer:
-        """Pool as `pool`, or give the rows of tables that `travel_as_stored`, as they are, where this engine can.
+    def answer(self, bags: Bags, *, stored: bool = True) -> Answer:
+        """Pool as `pool`, and tell which keys are missing.
 
-        All of the answer is of one moment between two `write_rows`. Raises as `pool`.
+        With `stored` rows of tables that `travel_as_stored` are given as they are, where this engine can. All of the
+        answer is of one moment between two `write_rows`. Raises as `pool`.
+        """
+
+    def update_keys(
+        self, tables: Sequence[int], keys: Int64Array, stored: npt.NDArray[np.uint8] | None
+    ) -> tuple[int, int]:
+        """Give keys their rows, new ones too, or delete them, between pooling, as `write_rows` does.
+
+        `tables` is one with keys, or the slices of one. `keys` are int64 [n], ascending, none twice; those of other
+        nodes are left out. `stored` is as of `write_rows`, side by side; None deletes. Returns how many keys are on
+        this engine, and how many of these were there. Raises as `write_rows`, and DeltaError (`key_capacity`) for more
+        keys than the table may have here. Nothing was changed then.
         """
 
     def memory(self) -> tuple[MemoryUse, ...]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.snapshot.codecs import RowCodec
 from shard_node.access_counts import LookupSampler
-from shard_node.answer import Answer, StoredRows, group_keys, travel_as_stored
+from shard_node.answer import NONE_MISSING, Answer, StoredRows, group_keys, travel_as_stored
 from shard_node.bags import Bags, Float32Array, Group, Int64Array, TableLayout
 from shard_node.engine.arena import NOT_HERE, PAGE_BYTES, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier, write_pieces
+from shard_node.engine.keyed_tables import KeyedTables, Upsert
+from shard_node.errors import InvalidBagsError
 from shard_node.generation import RowLock
 from shard_node.split import add, split
 
 Of = TypeVar("Of")
-CLAIM_BYTES: Final = 1 << 20  # For pages of mapped tables, at a time.
+CLAIM_BYTES: Final = 1 << 20  # For pages of mapped tables, and rows of new keys, at a time.
+KEYS_PER_WRITE: Final = 512
+"""That are inserted or deleted while lookups wait: in some tenths of a millisecond."""
 
 
 class _GroupArenas(NamedTuple):
@@ -36,7 +42,8 @@ class CpuEngine:
     go of the interpreter lock while it reads rows. Rows are written while no call pools.
 
     `group_arenas` has, for each group of the layout, the numbers of the arenas that hold its rows; `tiers` are those of
-    the tables. `claim` claims bytes of memory for changed pages of mapped tables, or raises MemoryBudgetError.
+    the tables. `claim` claims bytes of memory for changed pages of mapped tables, and for rows of new keys, or raises
+    MemoryBudgetError. `keyed` has the keys of tables that have such.
     """
 
     def __init__(
@@ -47,8 +54,10 @@ class CpuEngine:
         placement: Placement,
         tiers: Sequence[Tier],
         claim: Callable[[int], object] = int,
+        keyed: KeyedTables | None = None,
     ) -> None:
         self.layout = layout
+        self._keyed = keyed
         self._arenas = list(arenas)
         self._placement = placement
         self._tiers = tuple(tiers)
@@ -67,12 +76,15 @@ class CpuEngine:
 
     def pool(self, bags: Bags) -> list[Float32Array]:
         """As `Engine.pool`."""
-        return self._of_groups(bags, self._pool_group)
+        return self._of_groups(bags, self._pool_group)[0]
 
-    def answer(self, bags: Bags) -> Answer:
+    def answer(self, bags: Bags, *, stored: bool = True) -> Answer:
         """As `Engine.answer`: rows of tables that travel as stored, sums of the others."""
-        answers = self._of_groups(bags, self._answer_group)
-        return Answer([sums for sums, _ in answers], [stored for _, stored in answers])
+        if not stored:
+            blocks, missing = self._of_groups(bags, self._pool_group)
+            return Answer(blocks, missing=missing)
+        answers, missing = self._of_groups(bags, self._answer_group)
+        return Answer([sums for sums, _ in answers], [rows for _, rows in answers], missing=missing)
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`."""
@@ -83,6 +95,63 @@ class CpuEngine:
             for piece in write_pieces(stored)
         )
 
+    def update_keys(
+        self, tables: Sequence[int], keys: Int64Array, stored: npt.NDArray[np.uint8] | None
+    ) -> tuple[int, int]:
+        """As `Engine.update_keys`."""
+        keyed = self._keyed
+        if keyed is None or not all(keyed.is_keyed[table] for table in tables):
+            raise InvalidBagsError(f"tables {[self.layout.tables[table].name for table in tables]} have no keys")
+        by_table = [] if stored is None else self.layout.rows_by_table(tuple(tables), keys, stored)
+        # Slices of a table may be on different nodes.
+        here = [keyed.local(table, keys).nonzero()[0] for table in tables]
+        at = functools.reduce(np.union1d, here)
+        num_found = 0
+        with self._writing:
+            plans = [keyed.plan_upsert(table, keys[own]) for table, own in zip(tables, here, strict=True) if by_table]
+            if by_table:
+                self._claim_rows(keyed, tables, plans)
+            for begin in range(0, at.size, KEYS_PER_WRITE):
+                piece = at[begin : begin + KEYS_PER_WRITE]
+                pieces = [slice(*own.searchsorted([piece[0], piece[-1] + 1]).tolist()) for own in here]
+                self._row_lock.begin_write()
+                try:
+                    found = [np.zeros(0, np.int64)]
+                    for number, (table, own, of_piece) in enumerate(zip(tables, here, pieces, strict=True)):
+                        if by_table:
+                            plan = plans[number].piece(of_piece)
+                            self._write_keyed(table, plan.rows, by_table[number][1][own[of_piece]])
+                            keyed.insert(table, keys[own[of_piece]], plan)
+                            found.append(own[of_piece][~plan.is_new])
+                        else:
+                            found.append(own[of_piece][keyed.remove(table, keys[own[of_piece]])])
+                    num_found += functools.reduce(np.union1d, found).size
+                finally:
+                    self._row_lock.end_write()
+        return at.size, num_found
+
+    def _claim_rows(self, keyed: KeyedTables, tables: Sequence[int], plans: Sequence[Upsert]) -> None:
+        """Claim the memory that rows take which were never used before."""
+        size_bytes = 0
+        for table, plan in zip(tables, plans, strict=True):
+            spec = self.layout.tables[table]
+            fresh = int((plan.rows >= keyed.used[table]).sum())
+            size_bytes += fresh * RowCodec(spec.dtype, spec.embedding_dim).row_bytes
+        self._take(size_bytes)
+
+    def _write_keyed(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
+        arena, slots = self._placement.locate_rows(table, rows)
+        if slots.size:
+            self._arenas[int(arena[0])].write(slots, np.ascontiguousarray(stored))
+
+    def _take(self, size_bytes: int) -> None:
+        """Count memory as this engine's, claimed some at a time. Raises MemoryBudgetError."""
+        taken = self._private_bytes + size_bytes
+        before, now = (-(-size // CLAIM_BYTES) * CLAIM_BYTES for size in (self._private_bytes, taken))
+        if now > before:
+            self._claim(now - before)
+        self._private_bytes = taken
+
     def _claim_pages(self, tables: Sequence[int], rows: Int64Array) -> None:
         """Claim the memory that pages of these mapped tables take once these rows of them are written."""
         pages: list[tuple[Arena, Int64Array]] = []
@@ -90,11 +159,7 @@ class CpuEngine:
             arenas, slots = self._placement.locate_rows(table, rows)
             for number in np.unique(arenas[arenas != NOT_HERE]).tolist():
                 pages.append((self._arenas[number], self._arenas[number].shared_pages(slots[arenas == number])))
-        private_bytes = self._private_bytes + PAGE_BYTES * sum(numbers.size for _, numbers in pages)
-        before, now = (-(-size // CLAIM_BYTES) * CLAIM_BYTES for size in (self._private_bytes, private_bytes))
-        if now > before:
-            self._claim(now - before)
-        self._private_bytes = private_bytes
+        self._take(PAGE_BYTES * sum(numbers.size for _, numbers in pages))
         for arena, numbers in pages:
             arena.is_private[numbers] = True
 
@@ -123,12 +188,17 @@ class CpuEngine:
                 self._row_lock.end_write()
         return sum(at.size for _, at, _ in parts)
 
-    def _of_groups(self, bags: Bags, work: Callable[[_GroupArenas, Bags, Int64Array], Of]) -> list[Of]:
-        """Check the bags, and call `work` with each group's, between two writes."""
+    def _of_groups(
+        self, bags: Bags, work: Callable[[_GroupArenas, Bags, Int64Array], Of]
+    ) -> tuple[list[Of], npt.NDArray[np.integer[Any]]]:
+        """Check the bags, and call `work` with each group's, between two writes; return also which keys are missing."""
         self.layout.check(bags)
         values_per_key = bags.values_per_key()
+        asked_for, missing = bags, cast("npt.NDArray[np.integer[Any]]", NONE_MISSING)
         self._row_lock.begin_read()
         try:
+            if self._keyed is not None:
+                bags, missing = self._keyed.rows_of(bags, values_per_key)
             if len(self._groups) == 1:
                 results = [work(self._groups[0], bags, values_per_key)]
             else:
@@ -144,8 +214,8 @@ class CpuEngine:
                 self._counts += values_per_key
             else:
                 self._counts[bags.keys] += values_per_key
-        self.access.observe(bags.keys, values_per_key, bags.values)
-        return results
+        self.access.observe(bags.keys, values_per_key, asked_for.values)
+        return results, missing
 
     def _answer_group(
         self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array

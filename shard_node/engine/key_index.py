@@ -114,6 +114,8 @@ class KeyIndex:
 
     def remove(self, table: int, keys: Int64Array) -> None:
         """Take out keys that are there, int64 [n], none twice."""
+        if not keys.size:
+            return
         first, size = self._first[table : table + 1], self._size[table : table + 1]
         freed = self._places(table, keys)
         # Each run of entries behind one that becomes empty: their keys may have begun before it.

@@ -20,7 +20,7 @@ from loader.access_counts import AccessCounts, decode_access_counts, encode_acce
 from loader.errors import DeadlineExceededError, ExportError, OverloadedError, ShardrankError
 from loader.snapshot.tables import refused_as
 from shard_node import errors
-from shard_node.answer import FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding, SumFormat
+from shard_node.answer import FLOAT32_SUMS, NONE_MISSING, UNKNOWN_SEQUENCE, Answer, ReplyEncoding, SumFormat
 from shard_node.bags import Bags, Float32Array, Int32Array, Int64Array
 from shard_node.errors import RemoteError, WireError
 from shard_node.freshness import UNKNOWN_AGE_MS
@@ -167,10 +167,12 @@ def _decode_trace(array: Array) -> SpanContext:
 def encode_answer(request_id: int, answer: Answer, num_fields: int = 0) -> list[Buffer]:
     """Encode a POOLED frame, sums for each group; or a STORED one, the sums of all groups, then all stored rows.
 
-    Its fields, `num_fields` of them if they are known, are the answer's sequence and its age. The buffers look into the
-    arrays: don't change those.
+    Its fields, `num_fields` of them if they are known, are the answer's sequence and its age. What is missing comes
+    last, as a flat array, if anything is. The buffers look into the arrays: don't change those.
     """
-    arrays = [*answer.sums, *(answer.stored or ())]
+    arrays: list[Array] = [*answer.sums, *(answer.stored or ())]
+    if answer.missing.size:
+        arrays.append(answer.missing.astype(_INT32))
     num_fields = 0 if answer.sequence == UNKNOWN_SEQUENCE else num_fields
     fields = _FRESHNESS[num_fields].pack(*(answer.sequence, answer.age_ms)[:num_fields])
     frame_type = FrameType.POOLED if answer.stored is None else FrameType.STORED
@@ -184,14 +186,16 @@ def decode_answer(frame: Frame, asked_bytes: int = 0) -> Answer:
     if len(fields) not in (sizes := [field.size for field in _FRESHNESS]):
         raise WireError(f"{what} fields have {len(fields)} bytes, allowed are {sizes}")
     num_fields = sizes.index(len(fields))
-    freshness = _FRESHNESS[num_fields].unpack(fields) + (UNKNOWN_SEQUENCE, UNKNOWN_AGE_MS)[num_fields:]
+    sequence, age_ms = _FRESHNESS[num_fields].unpack(fields) + (UNKNOWN_SEQUENCE, UNKNOWN_AGE_MS)[num_fields:]
+    missing = _flat(arrays.pop(), f"{what} missing", _INT32) if arrays and arrays[-1].ndim == 1 else NONE_MISSING
     count, stored = len(arrays), None
     if what == "STORED":
         if count % 2:
             raise WireError(f"STORED num_arrays is {count}, there must be two for each group")
         count //= 2
         stored = _rows(arrays[count:], "STORED rows", _UINT8)
-    return Answer(_rows(arrays[:count], f"{what} sums", _FLOAT32, _FLOAT16, _UINT8), stored, asked_bytes, *freshness)
+    sums = _rows(arrays[:count], f"{what} sums", _FLOAT32, _FLOAT16, _UINT8)
+    return Answer(sums, stored, asked_bytes, sequence, age_ms, missing)
 
 
 def encode_info(request_id: int) -> list[Buffer]:

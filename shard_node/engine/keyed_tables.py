@@ -1,0 +1,146 @@
+"""The rows of tables that name them by keys: which row a key has, new rows and freed ones.
+
+To the rest of an engine such a table is one that lies in row order in one arena: row 0 is what a missing key gets, keys
+have rows from 1 on, in the order in which rows were free. How many keys a node takes follows from the table's capacity
+and the buckets that it holds, so that all replicas of a shard refuse the same delta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.errors import DeltaError
+from loader.snapshot.buckets import key_buckets
+from shard_node.bags import Bags, Int64Array, TableLayout
+from shard_node.engine.key_index import ABSENT, KeyIndex
+
+MISSING_ROW: Final = 0
+_CHANCE_SIGMAS, _CHANCE_KEYS = 6, 16
+_MOST_KEYS: Final = 2**32 - 3
+
+
+def capacity_here(capacity: int, num_local: int, num_buckets: int) -> int:
+    """Return how many keys a node takes that has so many of a table's buckets.
+
+    That is their share of the capacity, and six standard deviations, since keys fall into buckets by chance.
+    """
+    share = math.ceil(capacity * num_local / num_buckets)
+    chance = _CHANCE_KEYS + math.ceil(_CHANCE_SIGMAS * math.sqrt(share))
+    return min(capacity, _MOST_KEYS, share + chance) if num_local else 0
+
+
+class Upsert(NamedTuple):
+    """Where rows of one table go: int64 [n]; which of their keys are new to it, bool [n]."""
+
+    rows: Int64Array
+    is_new: npt.NDArray[np.bool_]
+
+    def piece(self, chosen: slice) -> Upsert:
+        """Return some of it."""
+        return Upsert(self.rows[chosen], self.is_new[chosen])
+
+
+class KeyedTables:
+    """The keys of an engine's tables, by number in the layout. One thread changes them, while none finds.
+
+    `is_local`, bool [buckets] for each table with keys, are the buckets that are here.
+    """
+
+    def __init__(self, layout: TableLayout, is_local: Mapping[int, npt.NDArray[np.bool_]]) -> None:
+        self._layout, self._is_local = layout, dict(is_local)
+        # The number of each table among those with keys; 0 of others, for which nobody asks.
+        self._number = np.zeros(len(layout.tables), np.int64)
+        self._number[list(is_local)] = np.arange(len(is_local))
+        self.is_keyed = np.zeros(len(layout.tables), np.bool_)
+        self.is_keyed[list(is_local)] = True
+        self.capacity = {
+            table: capacity_here(layout.tables[table].num_embeddings, int(local.sum()), local.size)
+            for table, local in is_local.items()
+        }
+        self._index = KeyIndex(list(self.capacity.values()))
+        # Rows that were ever used, the one for missing keys among them, and those of them that are free again.
+        self.used = dict.fromkeys(self.capacity, 1)
+        self._free = {table: np.zeros(0, np.int64) for table in self.capacity}
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the keys take, whatever they are."""
+        return self._index.size_bytes
+
+    def num_keys(self, table: int) -> int:
+        """Count a table's keys."""
+        return self.used[table] - 1 - self._free[table].size
+
+    def rows_of(self, bags: Bags, values_per_key: Int64Array) -> tuple[Bags, Int64Array]:
+        """Return bags of tables with rows in place of keys, and the positions of values whose key is missing."""
+        keyed = self.is_keyed[bags.keys]
+        if not keyed.any():
+            return bags, np.zeros(0, np.int64)
+        wide = bags.values.astype(np.int64, copy=False)
+        if keyed.all():
+            rows = self._index.find(self._number[bags.keys], values_per_key, wide)
+            missing = (rows == ABSENT).nonzero()[0]
+            rows[missing] = MISSING_ROW
+            return bags.with_values(rows, bags.weights), missing
+        at = keyed.repeat(values_per_key).nonzero()[0]
+        found = self._index.find(self._number[bags.keys[keyed]], values_per_key[keyed], wide.take(at))
+        missing = (found == ABSENT).nonzero()[0]
+        found[missing] = MISSING_ROW
+        rows = wide.copy() if wide is bags.values else wide
+        rows[at] = found
+        return bags.with_values(rows, bags.weights), at.take(missing)
+
+    def find(self, table: int, keys: Int64Array) -> Int64Array:
+        """Return the row of each key of one table, int64 [n]; `ABSENT` for one that is missing."""
+        return self._index.find(self._number[table : table + 1], np.array([keys.size]), keys)
+
+    def local(self, table: int, keys: Int64Array) -> npt.NDArray[np.bool_]:
+        """Return which keys are in buckets that are here, bool [n]."""
+        return self._is_local[table].take(key_buckets(keys))
+
+    def plan_upsert(self, table: int, keys: Int64Array) -> Upsert:
+        """Find the rows for keys of this node, int64 [n], none twice; nothing changes.
+
+        Raises DeltaError (`key_capacity`) if there are more keys than the node takes.
+        """
+        rows = self.find(table, keys)
+        is_new = rows == ABSENT
+        num_new, free = int(is_new.sum()), self._free[table]
+        if (total := self.num_keys(table) + num_new) > self.capacity[table]:
+            spec = self._layout.tables[table]
+            raise DeltaError(
+                f"table {spec.name!r}: {total} keys with {num_new} new ones, but at most {self.capacity[table]} are "
+                f"allowed here, of its capacity {spec.num_embeddings}: delete keys, or export with more capacity",
+                kind="key_capacity",
+            )
+        # The last freed first, then rows that were never used.
+        again = free[max(0, free.size - num_new) :][::-1]
+        never = np.arange(self.used[table], self.used[table] + num_new - again.size)
+        rows[is_new] = np.concatenate([again, never])
+        return Upsert(rows, is_new)
+
+    def insert(self, table: int, keys: Int64Array, planned: Upsert) -> None:
+        """Give planned keys their rows: all of a plan, or pieces of it one after the other. No lookup may run."""
+        rows, free = planned.rows[planned.is_new], self._free[table]
+        self._index.insert(int(self._number[table]), keys[planned.is_new], rows)
+        fresh = int((rows >= self.used[table]).sum())
+        self.used[table] += fresh
+        self._free[table] = free[: free.size - (rows.size - fresh)]
+
+    def remove(self, table: int, keys: Int64Array) -> npt.NDArray[np.bool_]:
+        """Take out keys, int64 [n], none twice, and free their rows; return which were there. No lookup may run."""
+        rows = self.find(table, keys)
+        was_here: npt.NDArray[np.bool_] = rows != ABSENT
+        self._index.remove(int(self._number[table]), keys[was_here])
+        self._free[table] = np.concatenate([self._free[table], rows[was_here]])
+        return was_here
+
+
+def keyed_numbers(layout: TableLayout) -> Sequence[int]:
+    """Return the numbers of the tables that have keys."""
+    return [number for number, table in enumerate(layout.tables) if table.keys is not None]
