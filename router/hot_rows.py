@@ -144,7 +144,11 @@ class HotSet:
         """Find which values of bags of tables are here."""
         keys = np.repeat(bags.keys.astype(np.int64) << TABLE_SHIFT, bags.values_per_key())
         keys += bags.values
+        if self._layout.has_keys:
+            # Of tables with keys there are no copies, and a key may be as large as any other table's row is here.
+            keys[self._layout.is_keyed[bags.keys].repeat(bags.values_per_key())] = _EMPTY
         at, is_hit = self._index.find(keys)
+        is_hit &= keys != _EMPTY
         return HotLookup(self, keys, at, is_hit)
 
     def answer(self, part: Part, at: Int64Array, forms: ReplyEncoding) -> Answer:
@@ -255,7 +259,7 @@ class HotRows:
                 self._counts[1, hits.bags.keys] += hits.bags.values_per_key()
         learned = self.learned  # a keeper that ends by itself sets it to None at any moment
         if learned is not None and not learned.is_full:
-            learned.add(lookup.keys)
+            learned.add(lookup.keys[lookup.keys != _EMPTY] if self.layout.has_keys else lookup.keys)
         if hits is not None:
             self.access.observe(hits.bags.keys, hits.bags.values_per_key(), hits.bags.values)
 
@@ -270,6 +274,10 @@ class HotRows:
                     self._pending.write_rows(rows[piece], of_tables)
                 written += self.current.write_rows(rows[piece], of_tables)
         return written
+
+    def update_keys(self, tables: Sequence[int], keys: Int64Array, stored: StoredRows | None) -> tuple[int, int]:
+        """Do nothing: of tables with keys there are no copies."""
+        return 0, 0
 
     def begin(self, pending: HotSet) -> None:
         """Have a set, which is going to be filled, get the last row update, which may be half done, and later ones."""

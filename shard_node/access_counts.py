@@ -76,6 +76,11 @@ class LookupSampler:
             values_per_key: int64 [S].
             values: integers [n], the rows, key by key; the caller has checked that they are in their tables.
         """
+        if self._layout.has_keys:
+            # Rows by key have no number that would tell them apart from other tables' rows.
+            is_counted = ~self._layout.is_keyed[tables]
+            values = values[is_counted.repeat(values_per_key)]
+            tables, values_per_key = tables[is_counted], values_per_key[is_counted]
         with self._lock:
             self.lookups += values.size
             # One of `sample_every`, at a random place: a fixed one would meet periodic traffic out of step.

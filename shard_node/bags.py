@@ -271,9 +271,14 @@ class TableLayout:
         return np.array([table.last_value for table in self.tables], np.uint64)
 
     @cached_property
+    def is_keyed(self) -> npt.NDArray[np.bool_]:
+        """Bool [tables], which of them name their rows by keys."""
+        return np.array([table.keys is not None for table in self.tables])
+
+    @cached_property
     def has_keys(self) -> bool:
         """Whether some table names its rows by keys."""
-        return any(table.keys is not None for table in self.tables)
+        return bool(self.is_keyed.any())
 
     @cached_property
     def bag_bytes(self) -> Int64Array:

@@ -113,7 +113,8 @@ class DeltaProgress:
         stream_last: the last delta of the stream, as far as it is known.
         fresh_at: every delta that was published before this moment is applied; None before the first read.
         rows: written here; `refused` deltas were not what they should be.
-        reason: what keeps the next delta from being applied; "" if nothing does.
+        reason: what keeps the next delta from being applied; "" if nothing does; `refusal` is that error's kind.
+        absent: keys that were to be deleted and were not there.
         catch_up_to: the last delta of the stream at the first read; None before.
         digest: of the entry that was applied last, b"" until one was.
         forked: rows are of deltas that the stream does not have: they are to be replaced, and others asked meanwhile.
@@ -128,6 +129,8 @@ class DeltaProgress:
     rows: int = 0
     refused: int = 0
     reason: str = ""
+    refusal: str = ""
+    absent: int = 0
     catch_up_to: int | None = None
     digest: bytes = b""
     forked: bool = False
@@ -165,8 +168,10 @@ class DeltaPosition:
         """The last delta whose rows are here, contained ones included."""
         return self.now.sequence
 
-    def applied(self, sequence: int, published_at: float, rows: int, now: float, digest: bytes = b"") -> None:
-        """Move past one delta: all of its rows are in place."""
+    def applied(
+        self, sequence: int, published_at: float, rows: int, now: float, digest: bytes = b"", absent: int = 0
+    ) -> None:
+        """Move past one delta: all of its rows are in place, or gone."""
         before, published = self.now, min(published_at, now)
         self.now = replace(
             before,
@@ -176,6 +181,8 @@ class DeltaPosition:
             fresh_at=published if before.fresh_at is None else max(before.fresh_at, published),
             rows=before.rows + rows,
             reason="",
+            refusal="",
+            absent=before.absent + absent,
             digest=digest,
         )
 
@@ -190,11 +197,13 @@ class DeltaPosition:
         if stream_last > before.sequence:
             self.now = replace(before, stream_last=stream_last, catch_up_to=until)
         else:
-            self.now = replace(before, stream_last=stream_last, catch_up_to=until, fresh_at=looked_at, reason="")
+            self.now = replace(
+                before, stream_last=stream_last, catch_up_to=until, fresh_at=looked_at, reason="", refusal=""
+            )
 
-    def refused(self, reason: str, *, forked: bool = False) -> None:
+    def refused(self, reason: str, kind: str = "", *, forked: bool = False) -> None:
         """Note why the next delta can't be applied; no other one ever is, if the stream has `forked`."""
-        self.now = replace(self.now, refused=self.now.refused + 1, reason=reason, forked=forked)
+        self.now = replace(self.now, refused=self.now.refused + 1, reason=reason, refusal=kind, forked=forked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from loader.errors import DeltaFormatError, cut
+from loader.errors import DeltaFormatError, ExportError, cut
 from loader.registry.registry import MAX_SEQUENCE
 from loader.snapshot.buckets import Int64Array
 from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec
+from loader.snapshot.keyed_rows import as_keys
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import MAX_COLUMN_SLICES, MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec
@@ -34,6 +35,8 @@ MAX_BATCH_ROWS: Final = 8192
 MAX_BATCH_BYTES: Final = 4 << 20
 """Bytes of one delta's rows and row numbers; at least one row is always allowed."""
 DIGEST_BYTES: Final = 16
+WRITE_ROWS, UPSERT_KEYS, DELETE_KEYS = OPERATIONS = 0, 1, 2
+"""Complete rows by row number; by key, as it is or new; keys whose rows go."""
 # sequence, delta_base, base_version, published_at, rows, row_bytes, embedding_dim, dtype, bytes of both names, column
 # slices, zeros
 _HEADER = struct.Struct("<QQQdIIIHHHH4s")
@@ -55,10 +58,34 @@ def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, B
     return numbers, encode_checked(table, floats, f"table {table.name!r}", numbers)
 
 
+def keyed_update(spec: ModelSpec, name: str, keys: Any, values: Any | None) -> tuple[TableSpec, Int64Array, ByteArray]:
+    """Encode rows by key, or keys to delete if there are no values: the table, int64 [m], ascending, uint8 [m, bytes].
+
+    `keys` are whole numbers [n], unsigned ones by their bits, or of a table of strings these; else as `encode_rows`.
+    Raises DeltaFormatError as that, and for a table without keys.
+    """
+    if (table := next((one for one in spec.tables if one.name == name and one.keys is not None), None)) is None:
+        names = [one.name for one in spec.tables if one.keys is not None]
+        raise DeltaFormatError(f"model {spec.model!r} has no table {name!r} with keys; such tables: {names}")
+    where = f"table {name!r}"
+    try:
+        numbers = as_keys(f"{where}: keys", table.keys, keys.tolist() if isinstance(keys, torch.Tensor) else keys)
+    except ExportError as error:
+        raise DeltaFormatError(str(error)) from error
+    if values is None:
+        numbers = np.unique(numbers)
+        return table, numbers, np.zeros((numbers.size, 0), np.uint8)
+    numbers, floats = checked_rows(name, None, table.embedding_dim, numbers, values)
+    return table, numbers, encode_checked(table, floats, where, numbers)
+
+
 def checked_rows(
-    table: str, num_embeddings: int, embedding_dim: int, rows: Any, values: Any
+    table: str, num_embeddings: int | None, embedding_dim: int, rows: Any, values: Any
 ) -> tuple[Int64Array, Float32Array]:
-    """Return changed rows as `encode_rows`, and their values, float32 [m, embedding_dim]. Raises DeltaFormatError."""
+    """Return changed rows as `encode_rows`, and their values, float32 [m, embedding_dim]. Raises DeltaFormatError.
+
+    Without `num_embeddings` any number is a row.
+    """
     where = f"table {table!r}"
     numbers, floats = _array(f"{where}: rows", rows), _array(f"{where}: values", values)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
@@ -72,8 +99,7 @@ def checked_rows(
     if floats.shape != (numbers.size, embedding_dim):
         expected = f"expected {[numbers.size, embedding_dim]} for {numbers.size} rows"
         raise DeltaFormatError(f"{where}: values are {list(floats.shape)}, {expected}")
-    outside = (numbers < 0) | (numbers >= num_embeddings)
-    if outside.any():
+    if num_embeddings is not None and (outside := (numbers < 0) | (numbers >= num_embeddings)).any():
         raise DeltaFormatError(f"{where}: row {numbers[int(outside.argmax())]} is not in 0..{num_embeddings - 1}")
     finite = np.isfinite(floats).all(axis=1)
     if not finite.all():
@@ -129,6 +155,7 @@ class DeltaBatch:
         delta_base: the version that the stream began with; `base_version` that its publisher trains on from.
         published_at: by the publisher's clock, in seconds since the epoch.
         column_dims: of a table in slices, whose stored rows are concatenated in `stored`; else empty.
+        operation: of `OPERATIONS`; with keys, `rows` are these, and of keys to delete `stored` is uint8 [n, 0].
     """
 
     model: str
@@ -142,6 +169,7 @@ class DeltaBatch:
     rows: Int64Array
     stored: ByteArray
     column_dims: tuple[int, ...] = ()
+    operation: int = WRITE_ROWS
 
     @property
     def slice_dims(self) -> tuple[int, ...]:
@@ -154,8 +182,10 @@ class DeltaBatch:
         return f"delta {self.sequence} of {self.model!r} from {self.delta_base}"
 
     def encode(self) -> bytes:
-        """Its bytes. Raises DeltaFormatError if no reader would accept them."""
+        """Its bytes in format 1. Raises DeltaFormatError if no reader would accept them."""
         self.check()
+        if self.operation != WRITE_ROWS:
+            raise DeltaFormatError(f"{self.name}: keys need format 2")
         model, table = self.model.encode(), self.table.encode()
         shape = self.rows.size, self.stored.shape[1], self.embedding_dim, DTYPES.index(self.dtype)
         lengths = len(model), len(table), len(self.column_dims), bytes(4)
@@ -215,8 +245,13 @@ class DeltaBatch:
                 f"{where} has {table.dtype} rows of {' + '.join(map(str, dims))}, the delta {self.dtype} of "
                 f"{' + '.join(map(str, self.slice_dims))}"
             )
-        if self.rows[-1] >= table.num_embeddings:
+        if (self.operation == WRITE_ROWS) != (table.keys is None):
+            has = "no keys" if table.keys is None else "keys"
+            raise DeltaFormatError(f"{where} has {has}, the delta has operation {self.operation}")
+        if table.keys is None and self.rows[-1] >= table.num_embeddings:
             raise DeltaFormatError(f"{where}: row {self.rows[-1]} is not in 0..{table.num_embeddings - 1}")
+        if self.operation == DELETE_KEYS:
+            return
         codecs = [RowCodec(self.dtype, dim) for dim in dims]
         parts = np.split(self.stored, _cuts(codec.row_bytes for codec in codecs), axis=1)
         for codec, stored in zip(codecs, parts, strict=True):
@@ -241,7 +276,10 @@ class DeltaBatch:
         if dims and not (2 <= len(dims) <= MAX_COLUMN_SLICES and min(dims) >= 1 and sum(dims) == self.embedding_dim):
             allowed = f"allowed are none, or 2 to {MAX_COLUMN_SLICES} that add up to them"
             raise DeltaFormatError(f"{self.name}: {self.embedding_dim} columns in slices of {cut(columns)}; {allowed}")
+        if self.operation not in OPERATIONS:
+            raise DeltaFormatError(f"{self.name}: operation {self.operation} is none of {OPERATIONS}")
         row_bytes = sum(RowCodec(self.dtype, dim).row_bytes for dim in self.slice_dims)
+        row_bytes = 0 if self.operation == DELETE_KEYS else row_bytes
         if self.stored.dtype != np.uint8 or self.stored.shape != (self.rows.size, row_bytes):
             raise DeltaFormatError(
                 f"{self.name}: stored rows are {self.stored.dtype} {list(self.stored.shape)}, {self.rows.size} rows of "
@@ -250,7 +288,8 @@ class DeltaBatch:
         limit = rows_per_batch(row_bytes)
         if not 1 <= self.rows.size <= limit:
             raise DeltaFormatError(f"{self.name}: {self.rows.size} rows of {row_bytes} bytes; allowed is 1 to {limit}")
-        if self.rows[0] < 0 or self.rows[-1] >= MAX_NUM_EMBEDDINGS or (self.rows[1:] <= self.rows[:-1]).any():
+        is_within = self.operation != WRITE_ROWS or (self.rows[0] >= 0 and self.rows[-1] < MAX_NUM_EMBEDDINGS)
+        if not is_within or (self.rows[1:] <= self.rows[:-1]).any():
             raise DeltaFormatError(f"{self.name}: rows must ascend within 0..{MAX_NUM_EMBEDDINGS - 1}, none twice")
 
 
@@ -281,6 +320,8 @@ def stored_updates(
         if (table := tables.get(name)) is None:
             names = sorted({*tables, *divided_tables})
             raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
+        if table.keys is not None:
+            raise DeltaFormatError(f"table {name!r} has keys: upsert or delete them")
         numbers, stored = encode_rows(table, rows, values)
         parent, last = spec.divided_of(name), table.num_embeddings - 1
         if parent is not None and parent.pruned and name == parent.parts[-1] and last in numbers[-1:]:

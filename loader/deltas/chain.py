@@ -24,8 +24,6 @@ MAGIC: Final = b"SRDELTA2"
 FORMAT: Final = 2
 NUM_PARTITIONS: Final = 256
 HEADS_BYTES: Final = NUM_PARTITIONS * DIGEST_BYTES
-WRITE_ROWS: Final = 0
-"""The only operation so far: complete rows by row number."""
 NOTHING: Final = bytes(DIGEST_BYTES)
 """In place of a predecessor's digest where there is none, or where it is not known any more."""
 _PART = np.dtype(
@@ -177,13 +175,14 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
             if digest != stated:
                 raise DeltaFormatError(f"{where}, partition {number}: it does not have the checksum that it states")
         counts = headers["rows"].astype(np.int64)
-        fits = (headers["format"] == FORMAT) & (headers["partition"] == wanted) & (headers["operation"] == WRITE_ROWS)
+        operation = int(headers["operation"][0])
+        fits = (headers["format"] == FORMAT) & (headers["partition"] == wanted) & (headers["operation"] == operation)
         fits &= (headers["sequence"] == self.sequence) & (headers["token"] == self.token)
         fits &= sizes == PART_BYTES + counts * (8 + self.row_bytes)
         if not fits.all():
             raise DeltaFormatError(
                 f"{where}, partition {numbers[int(fits.argmin())]}: format, partition, sequence, token or operation "
-                f"are not {FORMAT}, this one, {self.sequence}, {self.token}, {WRITE_ROWS} (write rows), or bytes lack"
+                f"are not {FORMAT}, this one, {self.sequence}, {self.token}, {operation}, or bytes lack"
             )
         for number, before in zip(numbers, headers["predecessor"].tolist(), strict=True):
             if heads.get(number, before) != before:
@@ -200,6 +199,7 @@ class Commit(msgspec.Struct, frozen=True, eq=False, array_like=True):
             **{name: getattr(self, name) for name in _OF_BATCH},
             rows=rows.take(order),
             stored=stored.reshape(rows.size, self.row_bytes).take(order, axis=0),
+            operation=operation,
         )
         batch.check()
         return batch, known | dict(zip(numbers, digests, strict=True))
@@ -224,7 +224,7 @@ def encode_commit(
     stored = memoryview(batch.stored.take(order, axis=0).tobytes())
     present = np.flatnonzero(counts)
     headers = np.zeros(present.size, _PART)
-    headers["format"], headers["partition"], headers["operation"] = FORMAT, present, WRITE_ROWS
+    headers["format"], headers["partition"], headers["operation"] = FORMAT, present, batch.operation
     headers["sequence"], headers["token"], headers["rows"] = batch.sequence, token, counts[present]
     headers["predecessor"] = np.frombuffer(tail.heads, f"V{DIGEST_BYTES}")[present]
     begin = 0

@@ -20,7 +20,15 @@ import numpy.typing as npt
 from anyio.from_thread import start_blocking_portal
 
 from loader.access_counts import AccessCounter, AccessCounts, write_access_counts
-from loader.deltas.batch import DeltaBatch, rows_per_batch, stored_updates
+from loader.deltas.batch import (
+    DELETE_KEYS,
+    UPSERT_KEYS,
+    WRITE_ROWS,
+    DeltaBatch,
+    keyed_update,
+    rows_per_batch,
+    stored_updates,
+)
 from loader.deltas.chain import (
     FORMAT,
     HEADS_BYTES,
@@ -48,12 +56,14 @@ from loader.registry import open_registry
 from loader.registry.fleet import DenseStep, FleetRegistry, delta_stream, parse_record
 from loader.registry.registry import MAX_VALUE_BYTES, Publisher, Registry, StreamEntry
 from loader.rollout.plan import read_rollout
+from loader.snapshot.buckets import Int64Array
+from loader.snapshot.codecs import ByteArray
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.publishing import stream_end
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.store import Store
-from loader.snapshot.tables import MAX_NUM_EMBEDDINGS
+from loader.snapshot.tables import MAX_NUM_EMBEDDINGS, TableSpec
 from loader.stores import open_store
 from loader.stores.cache import StoreUrl
 
@@ -170,23 +180,8 @@ class AsyncDeltaPublisher:
             classes = await self._row_classes(spec, table)
             updates, pruned = await asyncio.to_thread(stored_updates, spec, table, rows, values, classes)
             await self._check_end()
-            for table_spec, numbers, stored in updates:
-                step = rows_per_batch(stored.shape[1])
-                for begin in range(0, numbers.size, step):
-                    batch = DeltaBatch(
-                        model=self._model,
-                        delta_base=self._delta_base,
-                        base_version=self._base_version,
-                        sequence=1,
-                        published_at=self._clock(),
-                        table=table_spec.name,
-                        dtype=table_spec.dtype,
-                        embedding_dim=table_spec.embedding_dim,
-                        column_dims=table_spec.column_dims,
-                        rows=numbers[begin : begin + step],
-                        stored=stored[begin : begin + step],
-                    )
-                    await self._append(batch, partitions_of(table_spec, batch.rows))
+            for update in updates:
+                await self._append_all(*update)
             if pruned.size:
                 if table not in self._pruned:
                     more = f" and {pruned.size - _NAMED_ROWS} more" if pruned.size > _NAMED_ROWS else ""
@@ -199,6 +194,57 @@ class AsyncDeltaPublisher:
                 if counter.is_full:
                     counter.fold()
             return self._tail.sequence
+
+    async def upsert(self, table: str, keys: Any, values: Any) -> int:
+        """Publish rows of keys, which come into the table if it has them not, as `publish` does.
+
+        `keys` are whole numbers [n] of 64 bits, unsigned ones taken by their bits, or, of a table of strings, these.
+        Raises as `publish`, and DeltaError if a node of an older release follows the stream, or some node has refused
+        keys beyond its table's capacity (`key_capacity`): it applies no more before a snapshot with more is served.
+        """
+        return await self._update_keys(table, keys, values, UPSERT_KEYS)
+
+    async def delete(self, table: str, keys: Any) -> int:
+        """Publish that keys go, with their rows; one that is not there changes nothing. As `upsert`."""
+        return await self._update_keys(table, keys, None, DELETE_KEYS)
+
+    async def _update_keys(self, table: str, keys: Any, values: Any | None, operation: int) -> int:
+        async with self._lock:
+            spec = await self._opened()
+            update = await asyncio.to_thread(keyed_update, spec, table, keys, values)
+            await self._check_end()
+            await self._check_capacity()
+            await self._append_all(*update, operation)
+            return self._tail.sequence
+
+    async def _append_all(
+        self, table: TableSpec, numbers: Int64Array, stored: ByteArray, operation: int = WRITE_ROWS
+    ) -> None:
+        step = rows_per_batch(stored.shape[1])
+        for begin in range(0, numbers.size, step):
+            batch = DeltaBatch(
+                model=self._model,
+                delta_base=self._delta_base,
+                base_version=self._base_version,
+                sequence=1,
+                published_at=self._clock(),
+                table=table.name,
+                dtype=table.dtype,
+                embedding_dim=table.embedding_dim,
+                column_dims=table.column_dims,
+                rows=numbers[begin : begin + step],
+                stored=stored[begin : begin + step],
+                operation=operation,
+            )
+            await self._append(batch, partitions_of(table, batch.rows))
+
+    async def _check_capacity(self) -> None:
+        """Raise DeltaError (`key_capacity`) if a node reports that it has refused keys of this stream."""
+        for node in await self._again(self._fleet.nodes):
+            for report in node.versions:
+                if report.model == self._model and report.delta_refusal == "key_capacity":
+                    problem = f"node {node.node_id} follows no further: {report.reason}"
+                    raise DeltaError(problem, kind=report.delta_refusal)
 
     @property
     def pruned_updates(self) -> Mapping[str, AccessCounts]:
@@ -299,6 +345,8 @@ class AsyncDeltaPublisher:
                 entry = StreamEntry(tail.sequence, payload)
                 work = self._fleet.registry.commit(self._stream, entry, rows, after, self._by)
             else:
+                if batch.operation != WRITE_ROWS:
+                    raise DeltaError(f"stream {self._stream}: nodes of an older release follow it, which know no keys")
                 entry = StreamEntry(numbered.sequence, numbered.encode())
                 tail = Tail(entry.sequence, entry_digest(entry.payload))
                 work = self._fleet.registry.append(self._stream, entry.sequence, entry.payload, self._by)
@@ -530,6 +578,14 @@ class DeltaPublisher(AbstractContextManager["DeltaPublisher"]):
     def publish(self, table: str, rows: Any, values: Any) -> int:
         """Publish as `AsyncDeltaPublisher.publish`. Raises DeltaError, outcome unknown, if it is closed meanwhile."""
         return self._call(f"rows of table {table!r}", partial(self._publisher.publish, table, rows, values))
+
+    def upsert(self, table: str, keys: Any, values: Any) -> int:
+        """Publish as `AsyncDeltaPublisher.upsert`. Raises as `publish`."""
+        return self._call(f"keys of table {table!r}", partial(self._publisher.upsert, table, keys, values))
+
+    def delete(self, table: str, keys: Any) -> int:
+        """Publish as `AsyncDeltaPublisher.delete`. Raises as `publish`."""
+        return self._call(f"keys of table {table!r}", partial(self._publisher.delete, table, keys))
 
     def publish_dense(self, step: int, tensors: Mapping[str, Any], **options: Any) -> int:
         """Publish as `AsyncDeltaPublisher.publish_dense`. Raises as `publish`."""

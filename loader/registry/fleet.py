@@ -258,6 +258,7 @@ class VersionReport(VersionStatus):
         delta_sequence: the last delta that is applied, contained ones included.
         delta_published_at: when that was published, in seconds since the epoch; None if none was applied.
         forked: its rows are of deltas that the stream does not have; they are about to be replaced.
+        delta_refusal: the kind of the error that keeps the next delta from being applied; "" if nothing does.
         dense_step: of the newest dense weights that may answer, 0 for the snapshot's.
         dense_refused: which step is refused, and why; "" if none was refused since.
     """
@@ -270,6 +271,7 @@ class VersionReport(VersionStatus):
     hot: HotReport | None = None
     delta_published_at: float | None = None
     forked: bool = False
+    delta_refusal: str = ""
     stats: VersionStats | None = None
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from pydantic import Field
 
-from loader.deltas.batch import DeltaBatch
+from loader.deltas.batch import DELETE_KEYS, WRITE_ROWS, DeltaBatch
 from loader.deltas.chain import (
     NOTHING,
     NUM_PARTITIONS,
@@ -135,7 +135,7 @@ class DeltaFollower:
             slices = layout.slices.get(stated.table)
             if slices is None:
                 raise DeltaFormatError(f"{self._where}: {name} is for table {stated.table!r}, which it does not have")
-            heads, written = position.heads, 0
+            heads, written, absent = position.heads, 0, 0
             if isinstance(stated, Commit):
                 # A publisher that knew of no entry before knew no last parts either.
                 before = {} if stated.predecessor == NOTHING else heads
@@ -145,10 +145,16 @@ class DeltaFollower:
                 batch = stated
             if batch is not None:
                 batch.check_table(*(layout.tables[number] for number in slices))
-                written = self._engine.write_rows(slices if batch.column_dims else slices[0], batch.rows, batch.stored)
+                if batch.operation == WRITE_ROWS:
+                    tables = slices if batch.column_dims else slices[0]
+                    written = self._engine.write_rows(tables, batch.rows, batch.stored)
+                else:
+                    stored = None if batch.operation == DELETE_KEYS else batch.stored
+                    written, found = self._engine.update_keys(slices, batch.rows, stored)
+                    absent = written - found if stored is None else 0
             position.heads = heads
             position.is_chained, digest = isinstance(stated, Commit), entry_digest(entry.payload)
-            position.applied(stated.sequence, stated.published_at, written, self._clock(), digest)
+            position.applied(stated.sequence, stated.published_at, written, self._clock(), digest, absent)
 
     def _is_next(self, entry: StreamEntry, stated: Commit | DeltaBatch) -> bool:
         """Return whether an entry follows what was applied, or was applied. Raises DeltaError if it is neither."""
@@ -217,7 +223,7 @@ class DeltaFollower:
             reason = str(error) if isinstance(error, DeltaError) else f"{self._where} has no memory for the next delta"
             if refused != reason:
                 logger.error("a delta is not applied: %s", error)
-            self._position.refused(reason, forked=error.kind == "delta_fork")
+            self._position.refused(reason, error.kind, forked=error.kind == "delta_fork")
             if error.kind in ("delta_fork", "delta_gap"):
                 raise
             return config.retry_s

@@ -456,6 +456,7 @@ class NodeActions:
             delta_sequence=deltas.sequence,
             delta_published_at=deltas.published_at,
             forked=deltas.forked,
+            delta_refusal=deltas.refusal,
         )
 
 

@@ -23,7 +23,7 @@ from shard_node.buckets import ALL_BITS, Partition
 from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace, allocate_rows
 from shard_node.engine.base import Engine
 from shard_node.engine.cpu import CpuEngine
-from shard_node.engine.keyed_tables import KeyedTables, keyed_numbers
+from shard_node.engine.keyed_tables import KeyedTables
 from shard_node.engine.memory import Claim, RowMemory, choose_tiers
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
@@ -88,7 +88,7 @@ class ArenaLoad(TableLoad):
         self._files = {files.table: files for files in snapshot.manifest.tables}
         self._buckets = [RowBuckets.of(table) for table in layout.tables]
         self._bucket_rows = [buckets.rows_per_bucket() for buckets in self._buckets]
-        local = {number: self._cards[number] >= 0 for number in keyed_numbers(layout)}
+        local = {number: self._cards[number] >= 0 for number in layout.is_keyed.nonzero()[0].tolist()}
         self._keyed = KeyedTables(layout, local) if local else None
         # Which rows of each file are here, of tables with keys; then their rows by bucket are what there is.
         self._orders = {number: self._orders_of(number) for number in local}

@@ -78,6 +78,17 @@ class WritableRows(Protocol):
         to be changed. Nothing was written then.
         """
 
+    def update_keys(
+        self, tables: Sequence[int], keys: Int64Array, stored: npt.NDArray[np.uint8] | None
+    ) -> tuple[int, int]:
+        """Give keys their rows, new ones too, or delete them, between pooling, as `write_rows` does.
+
+        `tables` is one with keys, or the slices of one. `keys` are int64 [n], ascending, none twice; those of other
+        nodes are left out. `stored` is as of `write_rows`, side by side; None deletes. Returns how many keys are on
+        this engine, and how many of these were there. Raises as `write_rows`, and DeltaError (`key_capacity`) for more
+        keys than the table may have here. Nothing was changed then.
+        """
+
 
 class Engine(WritableRows, Protocol):
     """Pools bags from the rows that it holds. Thread-safe: all but `close` may run in several threads at once."""
@@ -95,17 +106,6 @@ class Engine(WritableRows, Protocol):
 
         With `stored` rows of tables that `travel_as_stored` are given as they are, where this engine can. All of the
         answer is of one moment between two `write_rows`. Raises as `pool`.
-        """
-
-    def update_keys(
-        self, tables: Sequence[int], keys: Int64Array, stored: npt.NDArray[np.uint8] | None
-    ) -> tuple[int, int]:
-        """Give keys their rows, new ones too, or delete them, between pooling, as `write_rows` does.
-
-        `tables` is one with keys, or the slices of one. `keys` are int64 [n], ascending, none twice; those of other
-        nodes are left out. `stored` is as of `write_rows`, side by side; None deletes. Returns how many keys are on
-        this engine, and how many of these were there. Raises as `write_rows`, and DeltaError (`key_capacity`) for more
-        keys than the table may have here. Nothing was changed then.
         """
 
     def memory(self) -> tuple[MemoryUse, ...]:

@@ -100,7 +100,7 @@ class CpuEngine:
     ) -> tuple[int, int]:
         """As `Engine.update_keys`."""
         keyed = self._keyed
-        if keyed is None or not all(keyed.is_keyed[table] for table in tables):
+        if keyed is None or not self.layout.is_keyed[list(tables)].all():
             raise InvalidBagsError(f"tables {[self.layout.tables[table].name for table in tables]} have no keys")
         by_table = [] if stored is None else self.layout.rows_by_table(tuple(tables), keys, stored)
         # Slices of a table may be on different nodes.

@@ -8,7 +8,7 @@ and the buckets that it holds, so that all replicas of a shard refuse the same d
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -56,8 +56,6 @@ class KeyedTables:
         # The number of each table among those with keys; 0 of others, for which nobody asks.
         self._number = np.zeros(len(layout.tables), np.int64)
         self._number[list(is_local)] = np.arange(len(is_local))
-        self.is_keyed = np.zeros(len(layout.tables), np.bool_)
-        self.is_keyed[list(is_local)] = True
         self.capacity = {
             table: capacity_here(layout.tables[table].num_embeddings, int(local.sum()), local.size)
             for table, local in is_local.items()
@@ -78,7 +76,7 @@ class KeyedTables:
 
     def rows_of(self, bags: Bags, values_per_key: Int64Array) -> tuple[Bags, Int64Array]:
         """Return bags of tables with rows in place of keys, and the positions of values whose key is missing."""
-        keyed = self.is_keyed[bags.keys]
+        keyed = self._layout.is_keyed[bags.keys]
         if not keyed.any():
             return bags, np.zeros(0, np.int64)
         wide = bags.values.astype(np.int64, copy=False)
@@ -115,7 +113,7 @@ class KeyedTables:
             spec = self._layout.tables[table]
             raise DeltaError(
                 f"table {spec.name!r}: {total} keys with {num_new} new ones, but at most {self.capacity[table]} are "
-                f"allowed here, of its capacity {spec.num_embeddings}: delete keys, or export with more capacity",
+                f"allowed here, of its capacity {spec.num_embeddings}: export it with more",
                 kind="key_capacity",
             )
         # The last freed first, then rows that were never used.
@@ -139,8 +137,3 @@ class KeyedTables:
         self._index.remove(int(self._number[table]), keys[was_here])
         self._free[table] = np.concatenate([self._free[table], rows[was_here]])
         return was_here
-
-
-def keyed_numbers(layout: TableLayout) -> Sequence[int]:
-    """Return the numbers of the tables that have keys."""
-    return [number for number, table in enumerate(layout.tables) if table.keys is not None]

@@ -187,7 +187,8 @@ def decode_answer(frame: Frame, asked_bytes: int = 0) -> Answer:
         raise WireError(f"{what} fields have {len(fields)} bytes, allowed are {sizes}")
     num_fields = sizes.index(len(fields))
     sequence, age_ms = _FRESHNESS[num_fields].unpack(fields) + (UNKNOWN_SEQUENCE, UNKNOWN_AGE_MS)[num_fields:]
-    missing = _flat(arrays.pop(), f"{what} missing", _INT32) if arrays and arrays[-1].ndim == 1 else NONE_MISSING
+    has_missing = bool(arrays) and arrays[-1].ndim == 1 and arrays[-1].dtype == _INT32
+    missing = arrays.pop() if has_missing else NONE_MISSING
     count, stored = len(arrays), None
     if what == "STORED":
         if count % 2:

@@ -57,10 +57,10 @@ def meanwhile(monkeypatch, loaded: LoadedTables, happens: Callable[[], None]) ->
     left = [happens]
 
     def after(look_up):
-        def looked_up(bags):
+        def looked_up(bags, **forms):
             if left:
                 left.pop()()
-            return look_up(bags)
+            return look_up(bags, **forms)
 
         return looked_up
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ class ReferenceEngine:
             self._lock.end_read()
             self._access.observe(bags.keys, bags.values_per_key(), bags.values)
 
-    def answer(self, bags: Bags) -> Answer:
+    def answer(self, bags: Bags, *, stored: bool = True) -> Answer:
         """As `Engine.answer`, of sums: its rows are not stored."""
         return Answer(self.pool(bags))
 
@@ -66,6 +66,12 @@ class ReferenceEngine:
         finally:
             self._lock.end_write()
         return rows.size * len(parts)
+
+    def update_keys(
+        self, tables: Sequence[int], keys: Int64Array, stored: npt.NDArray[np.uint8] | None
+    ) -> tuple[int, int]:
+        """It has no keys."""
+        raise NotImplementedError
 
     def _pool(self, bags: Bags) -> list[Float32Array]:
         starts = bags.bag_starts()
