@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loader.deltas.blocking_publisher import DeltaPublisher as DeltaPublisher
     from loader.deltas.publisher import AsyncDeltaPublisher as AsyncDeltaPublisher
-    from loader.deltas.publisher import DeltaPublisher as DeltaPublisher
     from loader.description import ModelDescription as ModelDescription
     from loader.divided_rows import divide_rows as divide_rows
     from loader.divided_rows import kept_rows as kept_rows

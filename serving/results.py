@@ -28,6 +28,19 @@ class Ragged:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MissingKeys:
+    """Keys of one feature that its table did not have.
+
+    Attributes:
+        bags: int64 [k], the bag of each: a candidate's number; 0 of a context feature.
+        keys: int64 [k]; of string ids their fingerprints.
+    """
+
+    bags: Int64Array
+    keys: Int64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RankResult:
     """Scores of one request.
 
@@ -39,6 +52,7 @@ class RankResult:
         outputs: float32 [N] for each output that the model names; none of a built-in model.
         delta_sequence: every row was of this delta or a later one; -1 where that is not known.
         age_ms: since the last moment whose row updates are all in the rows; -1 where that is not known.
+        missing: by feature, of those that lacked a key, if that was asked for; else None.
     """
 
     model: str
@@ -50,6 +64,7 @@ class RankResult:
     outputs: Mapping[str, Float32Array] = field(default_factory=dict)
     delta_sequence: int = -1
     age_ms: int = -1
+    missing: Mapping[str, MissingKeys] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,3 +77,4 @@ class LookupResult:
     request_id: str = ""
     delta_sequence: int = -1
     age_ms: int = -1
+    missing: Mapping[str, MissingKeys] | None = None

@@ -20,10 +20,10 @@ import torch
 import xxhash
 
 from loader.errors import DeltaFormatError, ExportError, cut
+from loader.keyed_rows import as_keys
 from loader.registry.registry import MAX_SEQUENCE
 from loader.snapshot.buckets import Int64Array
 from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec
-from loader.snapshot.keyed_rows import as_keys
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.tables import MAX_COLUMN_SLICES, MAX_EMBEDDING_DIM, MAX_NUM_EMBEDDINGS, RowDtype, TableSpec

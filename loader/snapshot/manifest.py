@@ -337,7 +337,7 @@ class TableFiles(Frozen):
 
     `vocabulary` and `access_counts`, which a table has once, are with its first slice; `vocabulary` and `row_classes`
     of a divided table with its first part. A table with keys has `num_keys` of them, and `missing_row` if its `missing`
-    is `mean`, as `loader.snapshot.keyed_rows` says.
+    is `mean`, as `loader.keyed_rows` says.
     """
 
     table: Name

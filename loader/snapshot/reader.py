@@ -24,11 +24,11 @@ from loader.errors import (
     file_errors,
     no_path,
 )
+from loader.keyed_rows import first_twice
 from loader.progress import Progress, counting, no_progress
 from loader.snapshot.buckets import RowBuckets, key_buckets
 from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.golden import GoldenRequests, check_golden_header
-from loader.snapshot.keyed_rows import first_twice
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
     MANIFEST_NAME,

@@ -24,11 +24,11 @@ import torch
 from safetensors import SafetensorError
 
 from loader.errors import ExportError, SnapshotCorruptError
+from loader.keyed_rows import GivenKeys, checked_keys, key_order, save_mean
 from loader.progress import Progress, no_progress
 from loader.snapshot.buckets import MIN_ROWS_PER_FILE, Int64Array, RowBuckets, default_rows_per_file
 from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.keyed_rows import GivenKeys, checked_keys, key_order, save_mean
 from loader.snapshot.manifest import (
     FORMAT_VERSION,
     MAX_DENSE_BYTES,
@@ -318,6 +318,19 @@ def _small_files(
     return files
 
 
+def _keys_of_stored(spec: ModelSpec, given: Mapping[str, GivenKeys]) -> dict[str, Int64Array]:
+    tables = {table.name: table for table in spec.tables if table.keys is not None}
+    _check_names("keys", set(given), set(tables))
+    checked = {name: checked_keys(tables[name], keys) for name, keys in given.items()}
+    return {part.name: checked[name] for name, table in tables.items() for part in table.slices}
+
+
+def _file_rows(spec: ModelSpec, keys: Mapping[str, Int64Array], rows_per_file: int | None) -> dict[str, int]:
+    stored = [(table, part.name) for table in spec.tables for part in table.slices]
+    num_rows = {name: keys[name].size if name in keys else table.num_embeddings for table, name in stored}
+    return {name: _rows_per_file(table, num_rows[name], rows_per_file) for table, name in stored}
+
+
 def _rows_per_file(table: TableSpec, num_rows: int, rows_per_file: int | None) -> int:
     if rows_per_file is None:
         row_bytes = sum(RowCodec(part.dtype, part.embedding_dim).row_bytes for part in table.slices)
@@ -413,23 +426,14 @@ def export_snapshot(
         ExportError: an input does not fit the spec, or the disk fails; a row is not finite in its dtype.
         SnapshotExistsError: the version exists.
     """
-    store = Store(store_path)
+    store, files_of = Store(store_path), (vocabularies or {}, golden, access_counts or {}, row_classes or {}, plan)
     version = store.next_version(spec.model) if version is None else version
     if not 1 <= version < 2**63:
         raise ExportError(f"version: {version} is not in [1, 2^63)")
     if not 0 < golden_tolerance < math.inf:
         raise ExportError(f"golden_tolerance: {golden_tolerance} is not a positive number")
-    tables_with_keys = {table.name: table for table in spec.tables if table.keys is not None}
-    _check_names("keys", set(keys or {}), set(tables_with_keys))
-    given = {name: checked_keys(tables_with_keys[name], of_table) for name, of_table in (keys or {}).items()}
-    of_stored = {part.name: given[name] for name, table in tables_with_keys.items() for part in table.slices}
-    num_rows = {table.name: given[table.name].size if table.keys else table.num_embeddings for table in spec.tables}
-    file_rows = {
-        part.name: _rows_per_file(table, num_rows[table.name], rows_per_file)
-        for table in spec.tables
-        for part in table.slices
-    }
-    files = _small_files(spec, dense, vocabularies or {}, golden, access_counts or {}, row_classes or {}, plan)
+    file_rows = _file_rows(spec, of_stored := _keys_of_stored(spec, keys or {}), rows_per_file)
+    files = _small_files(spec, dense, *files_of)
     about = golden, golden_tolerance, metadata or {}, last_delta, delta_base
     export = _Export(spec, version, file_rows, of_stored, files, *about)
     export.check(rows)

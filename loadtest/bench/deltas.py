@@ -15,7 +15,8 @@ import click
 import numpy as np
 from anyio.from_thread import start_blocking_portal
 
-from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
+from loader.deltas.blocking_publisher import DeltaPublisher
+from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, WantedModel

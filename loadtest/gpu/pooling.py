@@ -17,8 +17,8 @@ import torch
 from loadtest.gpu.rows import (
     GATHER_KERNELS,
     WITHOUT_PLACES,
-    Bags,
     BenchSize,
+    CardBags,
     MemoryStack,
     RandomGather,
     Results,
@@ -158,7 +158,7 @@ def _measure_cell(
             drawn = rows.card.tensor(ids, 0, (num_sets * num_rows,), torch.int32)
             drawn.random_(0, rows.count, generator=rows.generator)
             offsets = torch.arange(0, num_rows + 1, hotness, dtype=torch.int32, device=device)
-        bags = stack.enter_context(Bags(rows, ids, batch, hotness))
+        bags = stack.enter_context(CardBags(rows, ids, batch, hotness))
         errors = {number: bags.check(number, num_sets - 1) for number in (WITHOUT_PLACES, *size.logical_cards)}
         work: dict[str, Callable[[], None]] = {}
         for number in errors:

@@ -159,7 +159,7 @@ class RowsOnCard(MemoryStack):
         return rows.view(*bags.shape, -1).sum(1)
 
 
-class Bags(MemoryStack):
+class CardBags(MemoryStack):
     """Batches of `batch` bags of `hotness` rows; `ids` has int32 [sets, batch, hotness] of them.
 
     Sums are written as the product writes them, in bfloat16 into the dense model's input: each of its features has an

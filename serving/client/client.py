@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
@@ -154,6 +154,7 @@ class Requests:
         timeout_ms: int | None = None,
         max_age_ms: int | None = None,
         min_sequence: int | None = None,
+        return_missing: bool = False,
         headers: Mapping[str, str] | None = None,
     ) -> RankResult:
         """Score candidates: float32 [N], and their order.
@@ -179,6 +180,7 @@ class Requests:
             timeout_ms: deadline of the request, in place of the client's.
             max_age_ms: how old rows may be, any age if None; if all are older, UnavailableError (`rows_stale`).
             min_sequence: the row update that rows must be of, or a later one; likewise.
+            return_missing: whether to tell which keys their tables have not.
             headers: sent with its calls, as metadata over gRPC: `traceparent`, for the server's part of a trace.
 
         Raises:
@@ -188,25 +190,30 @@ class Requests:
         ends = self._ends(timeout_ms)
         given = RankFeatures(context, candidates, weights or {}, context_dense, candidate_dense)
         key = f"{model}/{version}"
-        if (layout := self._layouts.get(key)) is None:
-            layout = Layout(await self._described(model, version, ends))
-            while len(self._layouts) >= MAX_LAYOUTS:
-                self._layouts.pop(next(iter(self._layouts)), None)
-            self._layouts[key] = layout
+        layout = self._layouts.get(key) or await self._new_layout(key, model, version, ends)
         if top_k is not None:
             _check_number("top_k", top_k)
-        options = {"model": model, "version": version, "top_k": top_k, "max_age_ms": max_age_ms}
-        options |= {"request_id": request_id, "routing_key": routing_key, "min_sequence": min_sequence}
+        options = {"model": model, "version": version, "top_k": top_k, "return_missing": return_missing}
+        options |= {"max_age_ms": max_age_ms, "min_sequence": min_sequence}
+        options |= {"request_id": request_id, "routing_key": routing_key}
+        read = partial(read_rank, with_missing=return_missing)
         if version in (None, layout.version):
             try:
                 if request := layout.packed(given):
-                    return read_rank(await self._send("Rank", request, options, ends, headers))
+                    return read(await self._send("Rank", request, options, ends, headers))
             except InvalidRequestError as error:
                 if error.kind != "schema_digest":
                     raise
             # Another version answers than the one described, by a flip or a canary: names fit any version.
             self._layouts.pop(key, None)
-        return read_rank(await self._send("Rank", given.by_name(), options, ends, headers))
+        return read(await self._send("Rank", given.by_name(), options, ends, headers))
+
+    async def _new_layout(self, key: str, model: str, version: int | None, ends: float) -> Layout:
+        layout = Layout(await self._described(model, version, ends))
+        while len(self._layouts) >= MAX_LAYOUTS:
+            self._layouts.pop(next(iter(self._layouts)), None)
+        self._layouts[key] = layout
+        return layout
 
     async def _lookup(
         self,
@@ -220,6 +227,7 @@ class Requests:
         timeout_ms: int | None = None,
         max_age_ms: int | None = None,
         min_sequence: int | None = None,
+        return_missing: bool = False,
         headers: Mapping[str, str] | None = None,
     ) -> LookupResult:
         """Look up embeddings, pooled as the model pools them; `Ragged` of features that it does not pool.
@@ -228,9 +236,10 @@ class Requests:
         feature may be left out. All else is as in `rank`, and in the JSON form: `lookup(model, **body)`.
         """
         options = {"model": model, "version": version, "request_id": request_id, "routing_key": routing_key}
-        options |= {"max_age_ms": max_age_ms, "min_sequence": min_sequence}
+        options |= {"max_age_ms": max_age_ms, "min_sequence": min_sequence, "return_missing": return_missing}
         request = lookup_request(sparse, weights or {})
-        return read_lookup(await self._send("Lookup", request, options, self._ends(timeout_ms), headers))
+        answer = await self._send("Lookup", request, options, self._ends(timeout_ms), headers)
+        return read_lookup(answer, with_missing=return_missing)
 
     async def _describe(
         self, model: str, version: int | None = None, *, timeout_ms: int | None = None

@@ -25,7 +25,7 @@ from serving.errors import (
     unknown_feature,
 )
 from serving.proto.shardrank.v1 import ranking_pb2
-from serving.results import Float32Array, Int64Array, LookupResult, Ragged, RankResult
+from serving.results import Float32Array, Int64Array, LookupResult, MissingKeys, Ragged, RankResult
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 # Ids or weights of one feature: an array or a list, bag by bag as nested lists, or `Ragged`. See `Client.rank`.
@@ -176,8 +176,8 @@ def lookup_request(features: Features, weights: Features) -> ranking_pb2.LookupR
     return ranking_pb2.LookupRequest(sparse={name: column.message() for name, column in columns.items()})
 
 
-def read_rank(data: bytes | RankResult) -> RankResult:
-    """Read a RankResponse, unless it is read. Raises InternalError."""
+def read_rank(data: bytes | RankResult, *, with_missing: bool = False) -> RankResult:
+    """Read a RankResponse, unless it is read, and the keys that are missing. Raises InternalError."""
     if isinstance(data, RankResult):
         return data
     answer = read_message(ranking_pb2.RankResponse, data)
@@ -185,10 +185,11 @@ def read_rank(data: bytes | RankResult) -> RankResult:
     scores, order = np.array(answer.scores, np.float32), np.array(answer.order, np.int64)
     outputs = {name: np.array(output.values, np.float32) for name, output in answer.outputs.items()}
     model, version, request_id, step = answer.model, answer.version, answer.request_id, answer.dense_step
-    return RankResult(model, version, scores, order, request_id, step, outputs, *_freshness(answer))
+    missing = _missing(answer) if with_missing else None
+    return RankResult(model, version, scores, order, request_id, step, outputs, *_freshness(answer), missing)
 
 
-def read_lookup(data: bytes | LookupResult) -> LookupResult:
+def read_lookup(data: bytes | LookupResult, *, with_missing: bool = False) -> LookupResult:
     """Read a LookupResponse likewise."""
     if isinstance(data, LookupResult):
         return data
@@ -201,12 +202,22 @@ def read_lookup(data: bytes | LookupResult) -> LookupResult:
             raise InternalError(problem, kind="malformed_answer")
         values = values.reshape(-1, width)
         embeddings[name] = Ragged(values, np.array(rows.lengths, np.int64)) if rows.lengths else values
-    return LookupResult(answer.model, answer.version, embeddings, answer.request_id, *_freshness(answer))
+    missing = _missing(answer) if with_missing else None
+    head = answer.model, answer.version, embeddings, answer.request_id
+    return LookupResult(*head, *_freshness(answer), missing)
 
 
-def _freshness(answer: Any) -> list[int]:
+def _freshness(answer: Any) -> tuple[int, int]:
     """Return the delta and the age of an answer's rows; -1 for what its server does not know."""
-    return [getattr(answer, name) if answer.HasField(name) else -1 for name in ("delta_sequence", "age_ms")]
+    sequence = answer.delta_sequence if answer.HasField("delta_sequence") else -1
+    return sequence, answer.age_ms if answer.HasField("age_ms") else -1
+
+
+def _missing(answer: Any) -> dict[str, MissingKeys]:
+    return {
+        name: MissingKeys(np.array(one.bags, np.int64), np.array(one.keys, np.int64))
+        for name, one in answer.missing.items()
+    }
 
 
 def read_message(kind: type[M], data: bytes) -> M:

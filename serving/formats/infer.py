@@ -159,7 +159,7 @@ class InferCodec(Codec, eq=False):
         timeout_s, bound = check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds, timeout_us)
         return type(self)(
             self.method, model, self.api, parse_version(version), routing_key or request_id, timeout_s, top_k,
-            request_id, bound, inputs, outputs, bool(parameters.binary_data_output),
+            request_id, bound, False, inputs, outputs, bool(parameters.binary_data_output),
         )  # fmt: skip
 
     def parse(self, schema: RequestSchema) -> RankRequest:

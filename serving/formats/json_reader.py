@@ -56,9 +56,9 @@ PIECE_FLOATS = 8192
 """Written at once: about a millisecond's worth."""
 _SHOWN_CHARS = 40
 _BRACKET, _QUOTE = ord("["), ord('"')
-_TYPES = {int: "an integer", str: "a string"}
+_TYPES = {int: "an integer", str: "a string", bool: "true or false"}
 _OPTIONS: dict[str, type] = dict.fromkeys(("version", "timeout_ms", "top_k", "max_age_ms", "min_sequence"), int)
-_OPTIONS |= {"request_id": str, "routing_key": str}
+_OPTIONS |= {"return_missing": bool, "request_id": str, "routing_key": str}
 _KEYS: dict[Method, frozenset[str]] = {
     "rank": frozenset({*_OPTIONS, "context", "candidates"}),
     "lookup": frozenset({*_OPTIONS, "sparse", "weights"}) - {"top_k"},
@@ -77,7 +77,7 @@ _ALLOWED: dict[_Kind, str] = {
     "floats": "a finite float32",
 }
 # Of flat lists, and of nested ones.
-_Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+_Id: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_ID)]
 _DECODERS: dict[_Kind, tuple[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any]]] = {
     "integers": (msgspec.json.Decoder(list[_Id]), msgspec.json.Decoder(list[list[_Id]])),
     "strings": (msgspec.json.Decoder(list[str]), msgspec.json.Decoder(list[list[str]])),
@@ -132,12 +132,13 @@ class JsonCodec(Codec, eq=False):
                 raise invalid_field(name, f"{_shown(value)} is not {_TYPES[_OPTIONS[name]]}")
             if type(value) is int and name in ("version", "top_k") and not 1 <= value <= MAX_ID:
                 raise invalid_field(name, f"{value} is not in 1..{MAX_ID}")
-        version, timeout_ms, top_k, *bounds, request_id, routing_key = options.values()
+        version, timeout_ms, top_k, *bounds, returns_missing, request_id, routing_key = options.values()
         request_id, routing_key = request_id or "", routing_key or ""
         timeout_s, bound = check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds)
         key = routing_key or request_id
         return JsonCodec(
-            self.method, self.model, self.api, version, key, timeout_s, top_k, request_id, bound, text, document
+            self.method, self.model, self.api, version, key, timeout_s, top_k, request_id, bound,
+            bool(returns_missing), text, document,
         )  # fmt: skip
 
     def parse(self, schema: RequestSchema) -> Request:
@@ -166,6 +167,8 @@ class JsonCodec(Codec, eq=False):
         }
         if response.outputs:
             document["outputs"] = {name: values.tolist() for name, values in response.outputs.items()}
+        if response.missing is not None:
+            document["missing"] = _missing(response)
         if response.request_id:
             document["request_id"] = response.request_id
         return Encoded(_ENCODER.encode(document))
@@ -458,6 +461,8 @@ def lookup_pieces(response: LookupResult) -> Iterator[bytes]:
     """
     head: dict[str, Any] = {"model": response.model, "version": response.version}
     head |= {"delta_sequence": response.delta_sequence, "age_ms": response.age_ms}
+    if response.missing is not None:
+        head["missing"] = _missing(response)
     if response.request_id:
         head["request_id"] = response.request_id
     yield _ENCODER.encode(head)[:-1] + b',"embeddings":{'
@@ -466,6 +471,12 @@ def lookup_pieces(response: LookupResult) -> Iterator[bytes]:
         yield from _bags(feature.values, feature.lengths) if isinstance(feature, Ragged) else _rows(feature)
         yield b"]"
     yield b"}}"
+
+
+def _missing(response: Response) -> dict[str, dict[str, list[int]]]:
+    return {
+        name: {"bags": one.bags.tolist(), "keys": one.keys.tolist()} for name, one in (response.missing or {}).items()
+    }
 
 
 def _rows(values: Float32Array) -> Iterator[bytes]:

@@ -94,7 +94,7 @@ class MessageCodec(Codec, eq=False):
         timeout_s, bound = check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds)
         return MessageCodec(
             self.method, model, self.api, version, routing_key or request_id, timeout_s, top_k, request_id,
-            bound, num_candidates or 0, message, spans, entries,
+            bound, bool(numbers.get("return_missing")), num_candidates or 0, message, spans, entries,
         )  # fmt: skip
 
     def parse(self, schema: RequestSchema) -> Request:
@@ -289,6 +289,7 @@ def encode_rank(response: RankResult) -> bytes:
         version=response.version,
         request_id=response.request_id,
         dense_step=response.dense_step,
+        missing=_missing(response),
         **_freshness(response),
     )
     parts = [
@@ -304,7 +305,8 @@ def encode_rank(response: RankResult) -> bytes:
 def encode_lookup(response: LookupResult) -> bytes:
     """Encode a LookupResponse likewise."""
     model, version, request_id = response.model, response.version, response.request_id
-    message = ranking_pb2.LookupResponse(model=model, version=version, request_id=request_id, **_freshness(response))
+    about = {"request_id": request_id, **_freshness(response)}
+    message = ranking_pb2.LookupResponse(model=model, version=version, missing=_missing(response), **about)
     parts = [message.SerializeToString()]
     for name, feature in response.embeddings.items():
         rows = feature.values if isinstance(feature, Ragged) else feature
@@ -319,6 +321,11 @@ def encode_lookup(response: LookupResult) -> bytes:
 def _freshness(response: Response) -> dict[str, Any]:
     """Return the fields that are known: 0 differs from unknown."""
     return {name: value for name in ("delta_sequence", "age_ms") if (value := getattr(response, name)) >= 0}
+
+
+def _missing(response: Response) -> dict[str, ranking_pb2.MissingKeys]:
+    missing = (response.missing or {}).items()
+    return {name: ranking_pb2.MissingKeys(bags=one.bags.tolist(), keys=one.keys.tolist()) for name, one in missing}
 
 
 def encode_model(description: ModelInfo) -> bytes:

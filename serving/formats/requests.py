@@ -35,6 +35,7 @@ class RankRequest:
         top_k: how many positions `order` has, or None for all N.
         texts: the string ids, in their order, whose fingerprints are in `bags`.
         bound: how old its rows may be; None for any age.
+        return_missing: whether to tell which keys their tables have not.
     """
 
     bags: Bags
@@ -46,6 +47,7 @@ class RankRequest:
     request_id: str = ""
     texts: Sequence[str] = ()
     bound: FreshnessBound | None = None
+    return_missing: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +63,7 @@ class LookupRequest:
     request_id: str = ""
     texts: Sequence[str] = ()
     bound: FreshnessBound | None = None
+    return_missing: bool = False
 
 
 Request: TypeAlias = RankRequest | LookupRequest
@@ -89,7 +92,7 @@ class Codec(msgspec.Struct, eq=False):
         version: that must answer, or the live one or the canary if None.
         key: what a canary is chosen by, or "".
         timeout_s: the deadline, from when the call began.
-        bound: as of `RankRequest`.
+        bound, return_missing: as of `RankRequest`.
     """
 
     method: Method = "rank"
@@ -101,6 +104,7 @@ class Codec(msgspec.Struct, eq=False):
     top_k: int | None = None
     request_id: str = ""
     bound: FreshnessBound | None = None
+    return_missing: bool = False
 
     def read(self, body: Buffer, limits: RequestLimits) -> Codec:
         """Return the codec of a request, read as far as that needs no schema. Raises InvalidRequestError."""
@@ -129,7 +133,7 @@ class Codec(msgspec.Struct, eq=False):
                 position = np.argwhere(~np.isfinite(dense))[0].tolist()
                 index = "".join(f"[{index}]" for index in position)
                 raise invalid_field(path + index, f"{dense[tuple(position)]} is not a finite float32")
-        options = self.timeout_s, self.top_k, self.request_id, texts, self.bound
+        options = self.timeout_s, self.top_k, self.request_id, texts, self.bound, self.return_missing
         return RankRequest(bags, num_candidates, context_dense, candidate_dense, *options)
 
     def lookup_request(self, schema: RequestSchema, bags: Bags, texts: Sequence[str]) -> LookupRequest:
@@ -140,7 +144,7 @@ class Codec(msgspec.Struct, eq=False):
         floats = int((rows * row).sum() + bags_of_rows.sum())
         if floats > (allowed := schema.limits.max_lookup_floats):
             raise limit_exceeded("sparse", "max_lookup_floats", allowed, floats, "floats in the answer")
-        return LookupRequest(bags, self.timeout_s, floats, self.request_id, texts, self.bound)
+        return LookupRequest(bags, self.timeout_s, floats, self.request_id, texts, self.bound, self.return_missing)
 
 
 def check_options(
@@ -290,14 +294,20 @@ class FeatureCounts(msgspec.Struct, eq=False):
             path = path.rsplit("[", 1)[0]
             raise limit_exceeded(path, "max_ids_per_bag", limits.max_ids_per_bag, longest, "ids in one bag")
         if total and int(np.minimum.reduce(values)) < 0:
-            index = int((values < 0).argmax())
-            path = value_path(schema, bags, index, is_lookup=is_lookup)
-            raise invalid_id(path, f"{values[index]} is not in 0..{MAX_ID}")
+            _check_not_negative(schema, bags, is_lookup=is_lookup)
         if flat_weights is not None and not np.logical_and.reduce(np.isfinite(flat_weights)):
             index = int((~np.isfinite(flat_weights)).argmax())
             path = value_path(schema, bags, index, "weights", is_lookup=is_lookup)
             raise invalid_field(path, f"{flat_weights[index]} is not a finite float32")
         return bags
+
+
+def _check_not_negative(schema: RequestSchema, bags: Bags, *, is_lookup: bool) -> None:
+    # Of tables with keys any number is an id.
+    is_wrong = (bags.values < 0) & ~np.repeat(schema.is_keyed[bags.keys], bags.values_per_key())
+    if is_wrong[index := int(is_wrong.argmax())]:
+        path = value_path(schema, bags, index, is_lookup=is_lookup)
+        raise invalid_id(path, f"{bags.values[index]} is not in 0..{MAX_ID}")
 
 
 def value_path(

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from loader.snapshot.manifest import Side
+from loader.snapshot.tables import TableSpec
 from router.feature_schema import FeatureSchema
 from serving.errors import InvalidRequestError, count_mismatch, limit_exceeded, missing_feature, unknown_feature
 from serving.limits import RequestLimits
@@ -63,7 +64,7 @@ class RequestSchema:
         features: the model's features, F of them.
         names, kinds: of each feature its name; and with it whether it is a context feature, and has strings for ids.
         keys: int32 [F], 0..F-1.
-        is_string, is_weighted: bool [F], whether ids are strings, and may have weights.
+        is_string, is_weighted, is_keyed: bool [F], whether ids are strings, may have weights, are keys of a table.
         name_sets: the features of each part.
         candidate_names: in flat order.
         embedding_dims: int64 [F].
@@ -78,6 +79,8 @@ class RequestSchema:
         self.keys: Int32Array = np.arange(len(every), dtype=np.int32)
         self.is_string = np.array([name in features.string_features for name in self.names], dtype=np.bool_)
         self.is_weighted = np.array([feature.weighted for feature in every], dtype=np.bool_)
+        tables = [spec.table_of(name) for name in self.names]
+        self.is_keyed = np.array([isinstance(one, TableSpec) and one.keys is not None for one in tables], np.bool_)
         self._of_context = features.is_context.astype(np.int64)
         self.kinds = tuple(zip(self.names, features.is_context.tolist(), self.is_string.tolist(), strict=True))
         self.weighted_names = frozenset(feature.name for feature in every if feature.weighted)

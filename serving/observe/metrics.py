@@ -74,6 +74,10 @@ _COUNTERS = {
     "recorded_requests": ("Requests chosen to be recorded: written, or dropped.", ("outcome",)),
     "recorded_bytes": ("Bytes of recorded requests that were written.", ()),
     "warmed_requests": ("Requests that versions answered before they were ready, to be warm.", _VERSION),
+    "keys": (
+        "Keys looked up by feature, in tables that name their rows by such, and whether they were found.",
+        (*_VERSION, "table", "feature", "found"),
+    ),
     "hot_lookups": ("Rows that were looked up where hot rows are held.", _TABLE),
     "hot_hits": ("How many of these were hot.", _TABLE),
 }

@@ -19,7 +19,7 @@ import torch
 
 from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.golden import GoldenRequests
-from router.id_mapping import BagIds
+from router.id_mapping import NO_IDS, BagIds
 from router.router import Embeddings, Router
 from router.shard import ReplicatedShard
 from serving.description import NumberFormat
@@ -32,6 +32,7 @@ from serving.models.ranking_models import DeviceCopies
 from serving.observe.calls import BatchTimes, Call, VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.observe.traces import batch_spans, traced_batch, traced_lookup
+from serving.rank.missing_keys import KeyCounter, missing_of
 from serving.results import LookupResult, Ragged, RankResult
 from shard_node.answer import EXACT, UNKNOWN_SEQUENCE, ReplyEncoding
 from shard_node.bags import Bags, Float32Array, Int64Array
@@ -39,6 +40,7 @@ from shard_node.freshness import FORKED_AGE_MS, UNKNOWN_AGE_MS, FreshnessBound, 
 from shard_node.node import NodeInfo, Shard
 
 _REQUEST, _DEADLINE, _IS_PINNED, _TRACE = map(attrgetter, ("request", "deadline", "is_pinned", "trace"))
+_RETURNS_MISSING = attrgetter("return_missing")
 
 Join: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
 """Makes one array, in the batch's order, of each request's elements."""
@@ -234,7 +236,7 @@ class RankingParts:
 
 
 class Scored(NamedTuple):
-    """Scores of a batch, float32 [1 + outputs, N], below them what the model names; and ids without a row.
+    """Scores of a batch, float32 [1 + outputs, N], below them what the model names; ids without a row, missing keys.
 
     Every row was of the delta `sequence` or a later one, and at most `age_ms` old; negative where that is not known.
     """
@@ -244,6 +246,7 @@ class Scored(NamedTuple):
     dense_step: int = 0
     sequence: int = UNKNOWN_SEQUENCE
     age_ms: int = UNKNOWN_AGE_MS
+    missing: BagIds = NO_IDS
 
 
 class Ranking:
@@ -276,6 +279,8 @@ class Ranking:
         self._clock = clock
         self._counted = 0
         self._model_name = parts.schema.features.spec.model
+        features = parts.schema.features
+        self._keys = KeyCounter(metrics, features, parts.version) if features.layout.has_keys else None
         self._output_names = tuple(parts.schema.features.spec.dense_model.outputs)
         Ranking.set_weights(self, parts)
 
@@ -394,7 +399,7 @@ class Ranking:
 
         None of all.
         """
-        scores, rejected, dense_step, *freshness = scored
+        scores, rejected, dense_step, sequence, age_ms, missing = scored
         order = rank_order(scores[0], batch.candidate_starts, batch.request_of_candidate)
         starts = batch.candidate_starts.tolist()
         model, version, names = self._model_name, self.parts.version, self._output_names
@@ -403,7 +408,14 @@ class Ranking:
             best = order[start:end][: request.top_k]
             named = dict(zip(names, scores[1:, start:end], strict=True)) if names else {}
             of_request, request_id = scores[0, start:end], request.request_id
-            outcomes.append(RankResult(model, version, of_request, best, request_id, dense_step, named, *freshness))
+            known = dense_step, named, sequence, age_ms
+            outcomes.append(RankResult(model, version, of_request, best, request_id, *known))
+        if True in map(_RETURNS_MISSING, requests):
+            owner, bag = self._owners(batch, missing)
+            for number, one in enumerate(requests):
+                if one.return_missing:
+                    told = missing_of(self.parts.schema.features, missing, owner == number, bag)
+                    outcomes[number] = replace(cast(RankResult, outcomes[number]), missing=told)
         # A sum is finite only if all of them are, and one number is asked faster than many.
         has_bound = batch.bound is not None or self.required is not None
         if not has_bound and not rejected.feature.size and math.isfinite(np.add.reduce(scores, axis=None)):
@@ -411,7 +423,7 @@ class Ranking:
             return outcomes
         if has_bound:
             outcomes = [
-                self._refusal(one, *freshness) or ranked for one, ranked in zip(requests, outcomes, strict=True)
+                self._refusal(one, sequence, age_ms) or ranked for one, ranked in zip(requests, outcomes, strict=True)
             ]
         finite = np.logical_and.reduceat(np.isfinite(scores).all(axis=0), batch.candidate_starts[:-1])
         for number in np.flatnonzero(~finite).tolist():
@@ -419,10 +431,7 @@ class Ranking:
                 f"model {model!r} version {version} gave a score that is not finite", kind="model_output"
             )
         if len(rejected):
-            # A context feature has one bag for each request, a candidate feature one for each candidate.
-            is_context = self.parts.schema.features.is_context[rejected.feature]
-            owner = np.where(is_context, rejected.bag, batch.request_of_candidate[rejected.bag])
-            bag = np.where(is_context, 0, rejected.bag - batch.candidate_starts[owner])
+            owner, bag = self._owners(batch, rejected)
             # The first refused id of each request is the one that it is told.
             for number, which in zip(*np.unique(owner, return_index=True), strict=True):
                 outcomes[number] = unknown_id(self.parts.schema, requests[number], rejected, which, int(bag[which]))
@@ -430,6 +439,15 @@ class Ranking:
         is_counted = is_answered if is_counted is None else is_counted & is_answered
         self.counter.scored(scores[0, is_counted[batch.request_of_candidate]])
         return outcomes
+
+    def _owners(self, batch: MergedBatch, ids: BagIds) -> tuple[Int64Array, Int64Array]:
+        """Return the request of each id, and the number of its bag within that: int64 [k]."""
+        # A context feature has one bag for each request, a candidate feature one for each candidate.
+        is_context = self.parts.schema.features.is_context[ids.feature]
+        # A context bag's number may be beyond the candidates.
+        of_candidate = batch.request_of_candidate.take(ids.bag, mode="clip")
+        owner = np.where(is_context, ids.bag, of_candidate)
+        return owner, np.where(is_context, 0, ids.bag - batch.candidate_starts[owner])
 
     def _refusal(self, request: RankRequest | LookupRequest, sequence: int, age_ms: int) -> UnavailableError | None:
         """Return why a request is refused rows of a delta and an age, with the field that it is due to, if any."""
@@ -459,6 +477,8 @@ class Ranking:
         trace = None if times is None else times.trace
         embeddings = await (lookup if trace is None else traced_lookup(trace, lookup))
         routed_at = self._clock()
+        if self._keys is not None:
+            self._keys.add(batch.bags, embeddings.missing)
         if times is not None:
             times.lookup, times.lookup_s = embeddings.times, routed_at - started_at
         if routed_at >= deadline:
@@ -470,7 +490,8 @@ class Ranking:
         scores = self.score_rows(batch, embeddings, parts)
         if times is not None:
             times.rank_s = self._clock() - routed_at
-        return Scored(scores, embeddings.rejected, parts.dense_step, embeddings.sequence, embeddings.age_ms)
+        freshness = embeddings.sequence, embeddings.age_ms
+        return Scored(scores, embeddings.rejected, parts.dense_step, *freshness, embeddings.missing)
 
     async def lookup(self, waiting: Call) -> LookupResult:
         """Look embeddings up, and pass the times to the request. Raises InvalidRequestError for an id without a row."""
@@ -485,7 +506,9 @@ class Ranking:
         except BaseException as error:
             self._end_trace(times, "lookup", error)
             raise
-        routed_at, freshness = self._clock(), (pooled.sequence, pooled.age_ms)
+        routed_at, freshness, missing = self._clock(), (pooled.sequence, pooled.age_ms), pooled.missing
+        if self._keys is not None:
+            self._keys.add(request.bags, missing)
         if len(pooled.rejected):
             raise unknown_id(self.parts.schema, request, pooled.rejected, 0, int(pooled.rejected.bag[0]))
         if (refusal := self._refusal(request, *freshness)) is not None:
@@ -497,7 +520,9 @@ class Ranking:
             rows = pooled.feature(key, of_parts)
             is_none = features.is_none[key]
             by_feature[features.features[key].name] = Ragged(rows, pooled.lengths(key)) if is_none else rows
-        answer = LookupResult(self._model_name, version, by_feature, request.request_id, *freshness)
+        every, head = np.ones(len(missing), np.bool_), (self._model_name, version, by_feature, request.request_id)
+        told = missing_of(features, missing, every, missing.bag) if request.return_missing else None
+        answer = LookupResult(*head, *freshness, told)
         times.lookup, times.lookup_s = pooled.times, routed_at - times.started_at
         self._end_batch(times, routed_at, [waiting], "lookup")
         return answer

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from loader.deltas.batch import DeltaBatch
+from loader.deltas.blocking_publisher import DeltaPublisher
 from loader.deltas.chain import is_commit
-from loader.deltas.publisher import SETTLED_S, AsyncDeltaPublisher, DeltaPublisher
+from loader.deltas.publisher import SETTLED_S, AsyncDeltaPublisher
 from loader.errors import (
     DeltaError,
     DeltaFormatError,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from loader.deltas.blocking_publisher import DeltaPublisher
 from loader.deltas.dense import KEPT_STEPS, read_step, steps_folder
-from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
+from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaFormatError, RegistryConflictError, SnapshotError
 from loader.registry.fleet import DenseStep
 from loader.snapshot.store import Store

@@ -10,7 +10,8 @@ import pytest
 
 from loader.access_counts import read_access_counts
 from loader.deltas.batch import DeltaBatch
-from loader.deltas.publisher import AsyncDeltaPublisher, DeltaPublisher
+from loader.deltas.blocking_publisher import DeltaPublisher
+from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaError, DeltaFormatError, SnapshotCorruptError
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.snapshot.publishing import publish

@@ -79,16 +79,24 @@ class KeyedModel:
     def __init__(self, folder: Path, dtype: RowDtype = "int8", seed: int = 0, num_keys: int = 90) -> None:
         self.rng, self.spec = np.random.default_rng(seed), keyed_spec(dtype)
         self.keyed = {table.name: table for table in self.spec.tables if table.keys is not None}
-        keys = {name: random_keys(self.rng, num_keys) for name in self.keyed}
-        tables = {
-            table.name: random_rows(self.rng, num_keys if table.keys else table.num_embeddings, table.embedding_dim)
-            for table in self.spec.tables
-        }
-        path, _ = write_snapshot(folder, self.spec, tables=tables, keys=keys, rows_per_file=4096)
-        self.snapshot, self.schema = Snapshot.open(path), FeatureSchema.of(self.spec)
-        stored = {table.name: decoded_rows(table, tables[table.name]) for table in self.spec.tables}
-        self.plain = stored["plain"]
-        self.rows = {name: dict(zip(keys[name].tolist(), stored[name], strict=True)) for name in self.keyed}
+        # As they were given, and by key as they are worth once stored.
+        self._given: dict[str, dict[int, np.ndarray]] = {name: {} for name in self.keyed}
+        self.rows: dict[str, dict[int, np.ndarray]] = {name: {} for name in self.keyed}
+        for name, table in self.keyed.items():
+            self.put(name, random_keys(self.rng, num_keys), random_rows(self.rng, num_keys, table.embedding_dim))
+        self._plain = random_rows(self.rng, CAPACITY, 8)
+        self.schema = FeatureSchema.of(self.spec)
+        self.export(folder)
+
+    def export(self, folder: Path, **options: Any) -> None:
+        """Write the next version, of the rows that there are."""
+        tables = {name: np.array(list(given.values()), np.float32) for name, given in self._given.items()}
+        keys = {name: np.array(list(given), np.int64) for name, given in self._given.items()}
+        tables["plain"] = self._plain
+        path, _ = write_snapshot(folder, self.spec, tables=tables, keys=keys, rows_per_file=4096, **options)
+        self.snapshot = Snapshot.open(path)
+        self.plain = decoded_rows(self.spec.tables[1], self._plain)
+        stored = {name: np.array(list(rows.values())) for name, rows in self.rows.items()}
         self._missing = {name: self._missing_row(table, stored[name]) for name, table in self.keyed.items()}
 
     def some_keys(self, table: str, count: int) -> list[int]:
@@ -97,11 +105,16 @@ class KeyedModel:
         known = [there[at] for at in self.rng.integers(0, len(there), count)] if there else []
         return [int(key) for key in self.rng.permutation([*known, *random_keys(self.rng, count)])[:count]]
 
+    def put(self, table: str, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Give keys rows here."""
+        self._given[table] |= dict(zip(keys.tolist(), rows, strict=True))
+        self.rows[table] |= dict(zip(keys.tolist(), decoded_rows(self.keyed[table], rows), strict=True))
+
     def upsert(self, table: str, keys: np.ndarray) -> np.ndarray:
         """Give keys, ascending, new rows here; returns them as stored, uint8 [n, bytes of all slices]."""
         spec = self.keyed[table]
         rows = random_rows(self.rng, keys.size, spec.embedding_dim)
-        self.rows[table] |= dict(zip(keys.tolist(), decoded_rows(spec, rows), strict=True))
+        self.put(table, keys, rows)
         columns = np.split(rows, np.cumsum(spec.slice_dims)[:-1], axis=1)
         pieces = zip(spec.slice_dims, columns, strict=True)
         return np.concatenate([RowCodec(spec.dtype, dim).encode(one) for dim, one in pieces], axis=1)
@@ -110,6 +123,7 @@ class KeyedModel:
         """Take keys out here."""
         for key in keys.tolist():
             self.rows[table].pop(key, None)
+            self._given[table].pop(key, None)
 
     def bags(self, max_bags: int = 4, max_hotness: int = 5) -> Bags:
         """Random bags of all features, with keys that are missing and empty bags."""

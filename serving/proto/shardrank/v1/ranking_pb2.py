@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(serving/proto/shardrank/v1/ranking.proto\x12\x0cshardrank.v1\"R\n\rSparseFeature\x12\x0b\n\x03ids\x18\x01 \x03(\x10\x12\x0f\n\x07lengths\x18\x02 \x03(\x07\x12\x0f\n\x07weights\x18\x03 \x03(\x02\x12\x12\n\nstring_ids\x18\x04 \x03(\t\"\x9d\x01\n\nFeatureSet\x12\x34\n\x06sparse\x18\x01 \x03(\x0b\x32$.shardrank.v1.FeatureSet.SparseEntry\x12\r\n\x05\x64\x65nse\x18\x02 \x03(\x02\x1aJ\n\x0bSparseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.shardrank.v1.SparseFeature:\x02\x38\x01\"\x9a\x01\n\x0ePackedFeatures\x12\x15\n\rschema_digest\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c\x12\x0f\n\x07weights\x18\x04 \x01(\x0c\x12\x15\n\rcontext_dense\x18\x05 \x01(\x0c\x12\x17\n\x0f\x63\x61ndidate_dense\x18\x06 \x01(\x0c\x12\x12\n\nstring_ids\x18\x07 \x03(\t\"\xfd\x02\n\x0bRankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12)\n\x07\x63ontext\x18\x03 \x01(\x0b\x32\x18.shardrank.v1.FeatureSet\x12,\n\ncandidates\x18\x04 \x01(\x0b\x32\x18.shardrank.v1.FeatureSet\x12\x16\n\x0enum_candidates\x18\x05 \x01(\r\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x13\n\x0brouting_key\x18\t \x01(\t\x12,\n\x06packed\x18\n \x01(\x0b\x32\x1c.shardrank.v1.PackedFeatures\x12\x17\n\nmax_age_ms\x18\x0b \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x0cmin_sequence\x18\x0c \x01(\x03H\x02\x88\x01\x01\x42\n\n\x08_versionB\r\n\x0b_max_age_msB\x0f\n\r_min_sequence\"\xc5\x02\n\x0cRankResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06scores\x18\x03 \x03(\x02\x12\r\n\x05order\x18\x04 \x03(\x07\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\ndense_step\x18\x06 \x01(\x03\x12\x38\n\x07outputs\x18\x07 \x03(\x0b\x32\'.shardrank.v1.RankResponse.OutputsEntry\x12\x1b\n\x0e\x64\x65lta_sequence\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x06\x61ge_ms\x18\t \x01(\x03H\x01\x88\x01\x01\x1a\x44\n\x0cOutputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.shardrank.v1.Output:\x02\x38\x01\x42\x11\n\x0f_delta_sequenceB\t\n\x07_age_ms\"\x18\n\x06Output\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\xd6\x02\n\rLookupRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x37\n\x06sparse\x18\x03 \x03(\x0b\x32\'.shardrank.v1.LookupRequest.SparseEntry\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x13\n\x0brouting_key\x18\x06 \x01(\t\x12\x17\n\nmax_age_ms\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x0cmin_sequence\x18\x08 \x01(\x03H\x02\x88\x01\x01\x1aJ\n\x0bSparseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.shardrank.v1.SparseFeature:\x02\x38\x01\x42\n\n\x08_versionB\r\n\x0b_max_age_msB\x0f\n\r_min_sequence\"C\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rembedding_dim\x18\x02 \x01(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\x07\"\xa2\x02\n\x0eLookupResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12@\n\nembeddings\x18\x03 \x03(\x0b\x32,.shardrank.v1.LookupResponse.EmbeddingsEntry\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x1b\n\x0e\x64\x65lta_sequence\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x06\x61ge_ms\x18\x06 \x01(\x03H\x01\x88\x01\x01\x1aJ\n\x0f\x45mbeddingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.shardrank.v1.Embedding:\x02\x38\x01\x42\x11\n\x0f_delta_sequenceB\t\n\x07_age_ms\"B\n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_version\"\x84\x03\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x10\n\x08identity\x18\x03 \x01(\t\x12+\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0b\x32\x19.shardrank.v1.FeatureInfo\x12\'\n\x06tables\x18\x05 \x03(\x0b\x32\x17.shardrank.v1.TableInfo\x12\x33\n\x0c\x64\x65nse_inputs\x18\x06 \x01(\x0b\x32\x1d.shardrank.v1.DenseInputsInfo\x12\x31\n\x0b\x64\x65nse_model\x18\x07 \x01(\x0b\x32\x1c.shardrank.v1.DenseModelInfo\x12:\n\x06limits\x18\x08 \x03(\x0b\x32*.shardrank.v1.GetModelResponse.LimitsEntry\x12\x15\n\rschema_digest\x18\t \x01(\t\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"l\n\x0b\x46\x65\x61tureInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04side\x18\x02 \x01(\t\x12\x0f\n\x07pooling\x18\x03 \x01(\t\x12\r\n\x05table\x18\x04 \x01(\t\x12\x10\n\x08weighted\x18\x05 \x01(\x08\x12\x0f\n\x07id_type\x18\x06 \x01(\t\"\x7f\n\tTableInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0enum_embeddings\x18\x02 \x01(\x03\x12\x15\n\rembedding_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nid_mapping\x18\x05 \x01(\t\x12\x12\n\nunknown_id\x18\x06 \x01(\t\"5\n\x0f\x44\x65nseInputsInfo\x12\x0f\n\x07\x63ontext\x18\x01 \x01(\r\x12\x11\n\tcandidate\x18\x02 \x01(\r\"V\n\x0e\x44\x65nseModelInfo\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x16\n\x0e\x64type_fallback\x18\x03 \x01(\t\x12\x0f\n\x07outputs\x18\x04 \x03(\t2\xdf\x01\n\x0eRankingService\x12=\n\x04Rank\x12\x19.shardrank.v1.RankRequest\x1a\x1a.shardrank.v1.RankResponse\x12\x43\n\x06Lookup\x12\x1b.shardrank.v1.LookupRequest\x1a\x1c.shardrank.v1.LookupResponse\x12I\n\x08GetModel\x12\x1d.shardrank.v1.GetModelRequest\x1a\x1e.shardrank.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(serving/proto/shardrank/v1/ranking.proto\x12\x0cshardrank.v1\"R\n\rSparseFeature\x12\x0b\n\x03ids\x18\x01 \x03(\x10\x12\x0f\n\x07lengths\x18\x02 \x03(\x07\x12\x0f\n\x07weights\x18\x03 \x03(\x02\x12\x12\n\nstring_ids\x18\x04 \x03(\t\"\x9d\x01\n\nFeatureSet\x12\x34\n\x06sparse\x18\x01 \x03(\x0b\x32$.shardrank.v1.FeatureSet.SparseEntry\x12\r\n\x05\x64\x65nse\x18\x02 \x03(\x02\x1aJ\n\x0bSparseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.shardrank.v1.SparseFeature:\x02\x38\x01\"\x9a\x01\n\x0ePackedFeatures\x12\x15\n\rschema_digest\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c\x12\x0f\n\x07weights\x18\x04 \x01(\x0c\x12\x15\n\rcontext_dense\x18\x05 \x01(\x0c\x12\x17\n\x0f\x63\x61ndidate_dense\x18\x06 \x01(\x0c\x12\x12\n\nstring_ids\x18\x07 \x03(\t\"\x95\x03\n\x0bRankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12)\n\x07\x63ontext\x18\x03 \x01(\x0b\x32\x18.shardrank.v1.FeatureSet\x12,\n\ncandidates\x18\x04 \x01(\x0b\x32\x18.shardrank.v1.FeatureSet\x12\x16\n\x0enum_candidates\x18\x05 \x01(\r\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x13\n\x0brouting_key\x18\t \x01(\t\x12,\n\x06packed\x18\n \x01(\x0b\x32\x1c.shardrank.v1.PackedFeatures\x12\x17\n\nmax_age_ms\x18\x0b \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x0cmin_sequence\x18\x0c \x01(\x03H\x02\x88\x01\x01\x12\x16\n\x0ereturn_missing\x18\r \x01(\x08\x42\n\n\x08_versionB\r\n\x0b_max_age_msB\x0f\n\r_min_sequence\"\xca\x03\n\x0cRankResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06scores\x18\x03 \x03(\x02\x12\r\n\x05order\x18\x04 \x03(\x07\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\ndense_step\x18\x06 \x01(\x03\x12\x38\n\x07outputs\x18\x07 \x03(\x0b\x32\'.shardrank.v1.RankResponse.OutputsEntry\x12\x1b\n\x0e\x64\x65lta_sequence\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x06\x61ge_ms\x18\t \x01(\x03H\x01\x88\x01\x01\x12\x38\n\x07missing\x18\n \x03(\x0b\x32\'.shardrank.v1.RankResponse.MissingEntry\x1a\x44\n\x0cOutputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.shardrank.v1.Output:\x02\x38\x01\x1aI\n\x0cMissingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.shardrank.v1.MissingKeys:\x02\x38\x01\x42\x11\n\x0f_delta_sequenceB\t\n\x07_age_ms\")\n\x0bMissingKeys\x12\x0c\n\x04\x62\x61gs\x18\x01 \x03(\x07\x12\x0c\n\x04keys\x18\x02 \x03(\x10\"\x18\n\x06Output\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\xee\x02\n\rLookupRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x37\n\x06sparse\x18\x03 \x03(\x0b\x32\'.shardrank.v1.LookupRequest.SparseEntry\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x13\n\x0brouting_key\x18\x06 \x01(\t\x12\x17\n\nmax_age_ms\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x0cmin_sequence\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12\x16\n\x0ereturn_missing\x18\t \x01(\x08\x1aJ\n\x0bSparseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.shardrank.v1.SparseFeature:\x02\x38\x01\x42\n\n\x08_versionB\r\n\x0b_max_age_msB\x0f\n\r_min_sequence\"C\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rembedding_dim\x18\x02 \x01(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\x07\"\xa9\x03\n\x0eLookupResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12@\n\nembeddings\x18\x03 \x03(\x0b\x32,.shardrank.v1.LookupResponse.EmbeddingsEntry\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x1b\n\x0e\x64\x65lta_sequence\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x06\x61ge_ms\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12:\n\x07missing\x18\x07 \x03(\x0b\x32).shardrank.v1.LookupResponse.MissingEntry\x1aJ\n\x0f\x45mbeddingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.shardrank.v1.Embedding:\x02\x38\x01\x1aI\n\x0cMissingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.shardrank.v1.MissingKeys:\x02\x38\x01\x42\x11\n\x0f_delta_sequenceB\t\n\x07_age_ms\"B\n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_version\"\x84\x03\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x10\n\x08identity\x18\x03 \x01(\t\x12+\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0b\x32\x19.shardrank.v1.FeatureInfo\x12\'\n\x06tables\x18\x05 \x03(\x0b\x32\x17.shardrank.v1.TableInfo\x12\x33\n\x0c\x64\x65nse_inputs\x18\x06 \x01(\x0b\x32\x1d.shardrank.v1.DenseInputsInfo\x12\x31\n\x0b\x64\x65nse_model\x18\x07 \x01(\x0b\x32\x1c.shardrank.v1.DenseModelInfo\x12:\n\x06limits\x18\x08 \x03(\x0b\x32*.shardrank.v1.GetModelResponse.LimitsEntry\x12\x15\n\rschema_digest\x18\t \x01(\t\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"l\n\x0b\x46\x65\x61tureInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04side\x18\x02 \x01(\t\x12\x0f\n\x07pooling\x18\x03 \x01(\t\x12\r\n\x05table\x18\x04 \x01(\t\x12\x10\n\x08weighted\x18\x05 \x01(\x08\x12\x0f\n\x07id_type\x18\x06 \x01(\t\"\x7f\n\tTableInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0enum_embeddings\x18\x02 \x01(\x03\x12\x15\n\rembedding_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nid_mapping\x18\x05 \x01(\t\x12\x12\n\nunknown_id\x18\x06 \x01(\t\"5\n\x0f\x44\x65nseInputsInfo\x12\x0f\n\x07\x63ontext\x18\x01 \x01(\r\x12\x11\n\tcandidate\x18\x02 \x01(\r\"V\n\x0e\x44\x65nseModelInfo\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x16\n\x0e\x64type_fallback\x18\x03 \x01(\t\x12\x0f\n\x07outputs\x18\x04 \x03(\t2\xdf\x01\n\x0eRankingService\x12=\n\x04Rank\x12\x19.shardrank.v1.RankRequest\x1a\x1a.shardrank.v1.RankResponse\x12\x43\n\x06Lookup\x12\x1b.shardrank.v1.LookupRequest\x1a\x1c.shardrank.v1.LookupResponse\x12I\n\x08GetModel\x12\x1d.shardrank.v1.GetModelRequest\x1a\x1e.shardrank.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FEATURESET_SPARSEENTRY']._serialized_options = b'8\001'
   _globals['_RANKRESPONSE_OUTPUTSENTRY']._loaded_options = None
   _globals['_RANKRESPONSE_OUTPUTSENTRY']._serialized_options = b'8\001'
+  _globals['_RANKRESPONSE_MISSINGENTRY']._loaded_options = None
+  _globals['_RANKRESPONSE_MISSINGENTRY']._serialized_options = b'8\001'
   _globals['_LOOKUPREQUEST_SPARSEENTRY']._loaded_options = None
   _globals['_LOOKUPREQUEST_SPARSEENTRY']._serialized_options = b'8\001'
   _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._loaded_options = None
   _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._serialized_options = b'8\001'
+  _globals['_LOOKUPRESPONSE_MISSINGENTRY']._loaded_options = None
+  _globals['_LOOKUPRESPONSE_MISSINGENTRY']._serialized_options = b'8\001'
   _globals['_GETMODELRESPONSE_LIMITSENTRY']._loaded_options = None
   _globals['_GETMODELRESPONSE_LIMITSENTRY']._serialized_options = b'8\001'
   _globals['_SPARSEFEATURE']._serialized_start=58
@@ -50,37 +54,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PACKEDFEATURES']._serialized_start=303
   _globals['_PACKEDFEATURES']._serialized_end=457
   _globals['_RANKREQUEST']._serialized_start=460
-  _globals['_RANKREQUEST']._serialized_end=841
-  _globals['_RANKRESPONSE']._serialized_start=844
-  _globals['_RANKRESPONSE']._serialized_end=1169
-  _globals['_RANKRESPONSE_OUTPUTSENTRY']._serialized_start=1071
-  _globals['_RANKRESPONSE_OUTPUTSENTRY']._serialized_end=1139
-  _globals['_OUTPUT']._serialized_start=1171
-  _globals['_OUTPUT']._serialized_end=1195
-  _globals['_LOOKUPREQUEST']._serialized_start=1198
-  _globals['_LOOKUPREQUEST']._serialized_end=1540
+  _globals['_RANKREQUEST']._serialized_end=865
+  _globals['_RANKRESPONSE']._serialized_start=868
+  _globals['_RANKRESPONSE']._serialized_end=1326
+  _globals['_RANKRESPONSE_OUTPUTSENTRY']._serialized_start=1153
+  _globals['_RANKRESPONSE_OUTPUTSENTRY']._serialized_end=1221
+  _globals['_RANKRESPONSE_MISSINGENTRY']._serialized_start=1223
+  _globals['_RANKRESPONSE_MISSINGENTRY']._serialized_end=1296
+  _globals['_MISSINGKEYS']._serialized_start=1328
+  _globals['_MISSINGKEYS']._serialized_end=1369
+  _globals['_OUTPUT']._serialized_start=1371
+  _globals['_OUTPUT']._serialized_end=1395
+  _globals['_LOOKUPREQUEST']._serialized_start=1398
+  _globals['_LOOKUPREQUEST']._serialized_end=1764
   _globals['_LOOKUPREQUEST_SPARSEENTRY']._serialized_start=226
   _globals['_LOOKUPREQUEST_SPARSEENTRY']._serialized_end=300
-  _globals['_EMBEDDING']._serialized_start=1542
-  _globals['_EMBEDDING']._serialized_end=1609
-  _globals['_LOOKUPRESPONSE']._serialized_start=1612
-  _globals['_LOOKUPRESPONSE']._serialized_end=1902
-  _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._serialized_start=1798
-  _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._serialized_end=1872
-  _globals['_GETMODELREQUEST']._serialized_start=1904
-  _globals['_GETMODELREQUEST']._serialized_end=1970
-  _globals['_GETMODELRESPONSE']._serialized_start=1973
-  _globals['_GETMODELRESPONSE']._serialized_end=2361
-  _globals['_GETMODELRESPONSE_LIMITSENTRY']._serialized_start=2316
-  _globals['_GETMODELRESPONSE_LIMITSENTRY']._serialized_end=2361
-  _globals['_FEATUREINFO']._serialized_start=2363
-  _globals['_FEATUREINFO']._serialized_end=2471
-  _globals['_TABLEINFO']._serialized_start=2473
-  _globals['_TABLEINFO']._serialized_end=2600
-  _globals['_DENSEINPUTSINFO']._serialized_start=2602
-  _globals['_DENSEINPUTSINFO']._serialized_end=2655
-  _globals['_DENSEMODELINFO']._serialized_start=2657
-  _globals['_DENSEMODELINFO']._serialized_end=2743
-  _globals['_RANKINGSERVICE']._serialized_start=2746
-  _globals['_RANKINGSERVICE']._serialized_end=2969
+  _globals['_EMBEDDING']._serialized_start=1766
+  _globals['_EMBEDDING']._serialized_end=1833
+  _globals['_LOOKUPRESPONSE']._serialized_start=1836
+  _globals['_LOOKUPRESPONSE']._serialized_end=2261
+  _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._serialized_start=2082
+  _globals['_LOOKUPRESPONSE_EMBEDDINGSENTRY']._serialized_end=2156
+  _globals['_LOOKUPRESPONSE_MISSINGENTRY']._serialized_start=1223
+  _globals['_LOOKUPRESPONSE_MISSINGENTRY']._serialized_end=1296
+  _globals['_GETMODELREQUEST']._serialized_start=2263
+  _globals['_GETMODELREQUEST']._serialized_end=2329
+  _globals['_GETMODELRESPONSE']._serialized_start=2332
+  _globals['_GETMODELRESPONSE']._serialized_end=2720
+  _globals['_GETMODELRESPONSE_LIMITSENTRY']._serialized_start=2675
+  _globals['_GETMODELRESPONSE_LIMITSENTRY']._serialized_end=2720
+  _globals['_FEATUREINFO']._serialized_start=2722
+  _globals['_FEATUREINFO']._serialized_end=2830
+  _globals['_TABLEINFO']._serialized_start=2832
+  _globals['_TABLEINFO']._serialized_end=2959
+  _globals['_DENSEINPUTSINFO']._serialized_start=2961
+  _globals['_DENSEINPUTSINFO']._serialized_end=3014
+  _globals['_DENSEMODELINFO']._serialized_start=3016
+  _globals['_DENSEMODELINFO']._serialized_end=3102
+  _globals['_RANKINGSERVICE']._serialized_start=3105
+  _globals['_RANKINGSERVICE']._serialized_end=3328
 # @@protoc_insertion_point(module_scope)

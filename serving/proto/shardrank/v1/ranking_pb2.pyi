@@ -179,6 +179,7 @@ class RankRequest(_message.Message):
     PACKED_FIELD_NUMBER: _builtins.int
     MAX_AGE_MS_FIELD_NUMBER: _builtins.int
     MIN_SEQUENCE_FIELD_NUMBER: _builtins.int
+    RETURN_MISSING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """The version that must answer; the live one if absent."""
@@ -195,6 +196,8 @@ class RankRequest(_message.Message):
     """How old rows may be, in milliseconds; else the call ends with UNAVAILABLE. Any age if absent."""
     min_sequence: _builtins.int
     """Rows must be of this delta or a later one; else likewise. Any if absent."""
+    return_missing: _builtins.bool
+    """Whether to tell which keys their tables do not have."""
     @_builtins.property
     def context(self) -> Global___FeatureSet:
         """Given once for the request."""
@@ -222,10 +225,11 @@ class RankRequest(_message.Message):
         packed: Global___PackedFeatures | None = ...,
         max_age_ms: _builtins.int | None = ...,
         min_sequence: _builtins.int | None = ...,
+        return_missing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "candidates", b"candidates", "context", b"context", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "packed", b"packed", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "candidates", b"candidates", "context", b"context", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "model", b"model", "num_candidates", b"num_candidates", "packed", b"packed", "request_id", b"request_id", "routing_key", b"routing_key", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "candidates", b"candidates", "context", b"context", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "model", b"model", "num_candidates", b"num_candidates", "packed", b"packed", "request_id", b"request_id", "return_missing", b"return_missing", "routing_key", b"routing_key", "timeout_ms", b"timeout_ms", "top_k", b"top_k", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_age_ms: _TypeAlias = _typing.Literal["max_age_ms"]  # noqa: Y015
     _WhichOneofArgType__max_age_ms: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms"]  # noqa: Y015
@@ -267,6 +271,27 @@ class RankResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class MissingEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___MissingKeys: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___MissingKeys | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
@@ -276,6 +301,7 @@ class RankResponse(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     DELTA_SEQUENCE_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """The version that gave every score."""
@@ -300,6 +326,10 @@ class RankResponse(_message.Message):
     def outputs(self) -> _containers.MessageMap[_builtins.str, Global___Output]:
         """By name, of a model that names its outputs."""
 
+    @_builtins.property
+    def missing(self) -> _containers.MessageMap[_builtins.str, Global___MissingKeys]:
+        """With `return_missing`: by feature, of those that lacked a key."""
+
     def __init__(
         self,
         *,
@@ -312,10 +342,11 @@ class RankResponse(_message.Message):
         outputs: _abc.Mapping[_builtins.str, Global___Output] | None = ...,
         delta_sequence: _builtins.int | None = ...,
         age_ms: _builtins.int | None = ...,
+        missing: _abc.Mapping[_builtins.str, Global___MissingKeys] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence", "dense_step", b"dense_step", "model", b"model", "order", b"order", "outputs", b"outputs", "request_id", b"request_id", "scores", b"scores", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence", "dense_step", b"dense_step", "missing", b"missing", "model", b"model", "order", b"order", "outputs", b"outputs", "request_id", b"request_id", "scores", b"scores", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
     _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
@@ -327,6 +358,36 @@ class RankResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delta_sequence) -> _WhichOneofReturnType__delta_sequence | None: ...
 
 Global___RankResponse: _TypeAlias = RankResponse  # noqa: Y015
+
+@_typing.final
+class MissingKeys(_message.Message):
+    """Keys that a table does not have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BAGS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The bag of each: a candidate's number; 0 of a context feature."""
+
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of string ids their fingerprints."""
+
+    def __init__(
+        self,
+        *,
+        bags: _abc.Iterable[_builtins.int] | None = ...,
+        keys: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bags", b"bags", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MissingKeys: _TypeAlias = MissingKeys  # noqa: Y015
 
 @_typing.final
 class Output(_message.Message):
@@ -383,6 +444,7 @@ class LookupRequest(_message.Message):
     ROUTING_KEY_FIELD_NUMBER: _builtins.int
     MAX_AGE_MS_FIELD_NUMBER: _builtins.int
     MIN_SEQUENCE_FIELD_NUMBER: _builtins.int
+    RETURN_MISSING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     timeout_ms: _builtins.int
@@ -392,6 +454,7 @@ class LookupRequest(_message.Message):
     max_age_ms: _builtins.int
     """As of a RankRequest."""
     min_sequence: _builtins.int
+    return_missing: _builtins.bool
     @_builtins.property
     def sparse(self) -> _containers.MessageMap[_builtins.str, Global___SparseFeature]:
         """By feature name. `lengths` divides the ids into bags; without it each id is a bag of its own."""
@@ -407,10 +470,11 @@ class LookupRequest(_message.Message):
         routing_key: _builtins.str = ...,
         max_age_ms: _builtins.int | None = ...,
         min_sequence: _builtins.int | None = ...,
+        return_missing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "model", b"model", "request_id", b"request_id", "routing_key", b"routing_key", "sparse", b"sparse", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms", "_min_sequence", b"_min_sequence", "_version", b"_version", "max_age_ms", b"max_age_ms", "min_sequence", b"min_sequence", "model", b"model", "request_id", b"request_id", "return_missing", b"return_missing", "routing_key", b"routing_key", "sparse", b"sparse", "timeout_ms", b"timeout_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_age_ms: _TypeAlias = _typing.Literal["max_age_ms"]  # noqa: Y015
     _WhichOneofArgType__max_age_ms: _TypeAlias = _typing.Literal["_max_age_ms", b"_max_age_ms"]  # noqa: Y015
@@ -483,12 +547,34 @@ class LookupResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class MissingEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___MissingKeys: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___MissingKeys | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DELTA_SEQUENCE_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     request_id: _builtins.str
@@ -497,6 +583,8 @@ class LookupResponse(_message.Message):
     age_ms: _builtins.int
     @_builtins.property
     def embeddings(self) -> _containers.MessageMap[_builtins.str, Global___Embedding]: ...
+    @_builtins.property
+    def missing(self) -> _containers.MessageMap[_builtins.str, Global___MissingKeys]: ...
     def __init__(
         self,
         *,
@@ -506,10 +594,11 @@ class LookupResponse(_message.Message):
         request_id: _builtins.str = ...,
         delta_sequence: _builtins.int | None = ...,
         age_ms: _builtins.int | None = ...,
+        missing: _abc.Mapping[_builtins.str, Global___MissingKeys] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence", "embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_delta_sequence", b"_delta_sequence", "age_ms", b"age_ms", "delta_sequence", b"delta_sequence", "embeddings", b"embeddings", "missing", b"missing", "model", b"model", "request_id", b"request_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
     _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
