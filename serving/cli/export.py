@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 @opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
 @opts.option("--dense-prefix PREFIX", "Of the dense model's keys; it is cut off. Default: every key that is no table.")
 @opts.assignments("--vocabulary TABLE=FILE", "A table's ids: a UTF-8 text file whose line i is the id of row i.")
+@opts.assignments(
+    "--keys TABLE=FILE",
+    "The keys of a table's rows, in their order: an .npy file of integers; of strings a text file, as of --vocabulary.",
+)
 @opts.option(
     "--counts",
     "How often rows are looked up: what decides which are hot, and so how tables are divided, pruned and placed. As "
@@ -101,8 +105,10 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
     from router.plan_file import PlanFile
 
     levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
-    blocks, plan = options["blocks"], None
-    pruned = Pruned.of(description, read_description(description), options["counts"], **levers, blocks=blocks)
+    blocks, plan, described = options["blocks"], None, read_description(description)
+    keys = {table: _read_keys(described, table, Path(file)) for table, file in options["keys"].items()}
+    levers["num_keys"] = {table: len(of_table) for table, of_table in keys.items()}
+    pruned = Pruned.of(description, described, options["counts"], **levers, blocks=blocks)
     spec, counts = pruned.spec, pruned.counts
     if options["plan_file"] is not None:
         plan = PlanFile.read(options["plan_file"])
@@ -123,6 +129,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
                 spec,
                 rows=made.rows,
                 dense=dense,
+                keys=keys,
                 vocabularies={
                     table: _read_vocabulary(spec, table, Path(file)) for table, file in options["vocabulary"].items()
                 },
@@ -168,13 +175,14 @@ class Pruned(NamedTuple):
         keep_share: float | None = None,
         keep: Sequence[Path] = (),
         blocks: Collection[str] = (),
+        num_keys: Mapping[str, int] | None = None,
     ) -> Pruned:
         """Compile a description (of the file `path`) with counts.
 
         `counts` and `keep` are files that `read_access_counts` takes, of lookups, added up, and of rows that stay;
         `ids` traces of raw ids that `read_traces` takes, which size tables and count as well. With `prune`, the rows of
         `keep_share` of the lookups stay, if it is None all that were looked up; `blocks` are tables that training
-        divided.
+        divided; `num_keys` is how many keys tables have.
 
         Raises:
             ExportError: counts are missing or do not fit, nothing would be left of a table, or as `compiled`.
@@ -191,7 +199,7 @@ class Pruned(NamedTuple):
         traced = read_traces(ids, *described.traced_features)
         if ids:
             described = fitted(described, traced)
-        spec = compiled(path, described)
+        spec = compiled(path, described, None, num_keys)
         counted, also = read_access_counts(counts, spec), read_access_counts(keep, spec)
         of_ids = count_rows(described.tables, traced)
         for table in described.tables if prune else ():
@@ -224,7 +232,7 @@ class Pruned(NamedTuple):
                 kept[table.name] = chosen
                 told.append(f"{table.name}: pruned, {int(chosen.sum())} of {chosen.size} rows are kept")
         if kept:
-            spec = compiled(path, described, {name: int(one.sum()) for name, one in kept.items()})
+            spec = compiled(path, described, {name: int(one.sum()) for name, one in kept.items()}, num_keys)
         return cls(spec, found, kept, told)
 
 
@@ -234,6 +242,8 @@ def _why_whole(table: TableDescription, *, is_trained_so: bool) -> str:
         return "training divided it into blocks"
     if table.id_mapping.kind == "quotient_remainder":
         return "by quotient_remainder a row is of many ids"
+    if table.keys is not None:
+        return "it has keys: delete those that are to go"
     return "it is stored in slices of its columns" if table.column_dims else ""
 
 
@@ -308,6 +318,23 @@ def _check_tables(flag: str, known: Collection[str], tables: Iterable[str]) -> N
             raise ExportError(f"{flag}: no table {table!r}; the description's tables are {list(known)}")
 
 
+def _read_keys(described: ModelDescription, table: str, path: Path) -> npt.NDArray[np.integer[Any]] | Sequence[str]:
+    """Return the keys in a file. Raises ExportError."""
+    from loader.traces import map_npy
+
+    tables = {one.name: one for one in described.tables if one.keys is not None}
+    _check_tables("--keys", tables, [table])
+    return _read_lines(path) if tables[table].keys == "string" else map_npy(path)
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        # Not splitlines: a string id may hold a character that it takes for a line end.
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{path}: not UTF-8: {error}") from error
+
+
 def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
     """Return the ids in a text file, one a line. Raises ExportError."""
     import numpy as np
@@ -316,11 +343,7 @@ def _read_vocabulary(spec: ModelSpec, table: str, path: Path) -> Vocabulary:
 
     tables = {one.name: one for one in spec.logical_tables}
     _check_tables("--vocabulary", tables, [table])
-    try:
-        # Not splitlines: a string id may hold a character that it takes for a line end.
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ExportError(f"{path}: not UTF-8: {error}") from error
+    lines = _read_lines(path)
     if id_type_is_string(tables[table]):
         return lines
     for number, line in enumerate(lines, start=1):

@@ -84,8 +84,13 @@ def read_description(path: Path) -> ModelDescription:
         return ModelDescription.model_validate_json(path.read_bytes(), strict=True)
 
 
-def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | None = None) -> ModelSpec:
-    """Return the model as it is stored, `kept` rows of tables that are pruned; `path` names it in errors.
+def compiled(
+    path: Path,
+    described: ModelDescription,
+    kept: Mapping[str, int] | None = None,
+    num_keys: Mapping[str, int] | None = None,
+) -> ModelSpec:
+    """Return the model as it is stored, as `ModelDescription.compiled` says; `path` names it in errors.
 
     Raises:
         ExportError: its parts do not fit each other, or no dense model of its kind is made from these.
@@ -96,7 +101,7 @@ def compiled(path: Path, described: ModelDescription, kept: Mapping[str, int] | 
     from serving.models.ranking_models import parse_dense_model
 
     with refused_as(ExportError, f"{path}: ", ModelSpec):
-        spec = described.compiled(kept)
+        spec = described.compiled(kept, num_keys)
     if isinstance(spec.dense_model, ExportedModelSpec):
         check_bindings(spec)
     else:
