@@ -332,14 +332,16 @@ def match_checkpoint(
     table_keys = table_keys or {}
     if unknown := sorted(set(table_keys) - {table.name for table in (*spec.logical_tables, *spec.tables)}):
         raise CheckpointError(f"table_keys: unknown tables {unknown}")
-    names = checkpoint.names()
+    names, with_keys = checkpoint.names(), {table.name for table in spec.tables if table.keys is not None}
     table_of_key: dict[str, str] = {}
     for name, shape in (rows for table in spec.logical_tables for rows in _given(spec, table, table_keys, names)):
         key = table_keys.get(name) or _key_of(checkpoint, name, shape, names)
         if key in table_of_key:
             both = f"{table_of_key[key]!r} and {name!r}"
             raise CheckpointError(f"{checkpoint.path}: tables {both} both match key {key!r}")
-        _check_shape(checkpoint, f"table {name!r}", key, shape)
+        # As many rows as there are keys, which the checkpoint does not have.
+        expected = (*checkpoint.shape(key)[:1], shape[1]) if name in with_keys else shape
+        _check_shape(checkpoint, f"table {name!r}", key, expected)
         table_of_key[key] = name
     others = [name for name in names if name not in table_of_key]
     projections = _projection_keys(checkpoint, spec, others)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain, compress
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -91,7 +91,7 @@ class TableDescription(Frozen):
     """
 
     name: Name
-    num_embeddings: Rows
+    num_embeddings: Rows = "auto"
     capacity: Rows | None = None
     keys: Keys | None = None
     missing: Missing = "zeros"
@@ -112,17 +112,16 @@ class TableDescription(Frozen):
     blocks: Annotated[tuple[Block, ...], FAIL_FAST] = Field(default=(), max_length=MAX_PARTS)
     project_to: int | None = Field(default=None, ge=1, le=MAX_EMBEDDING_DIM)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _sized(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "num_embeddings" not in given and "capacity" in given:
-            return {**given, "num_embeddings": given["capacity"]}
-        return given
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         where = f"table {self.name!r}"
-        if (self.keys is None) != (self.capacity is None) or self.capacity not in (None, self.num_embeddings):
+        is_sized = "num_embeddings" in self.model_fields_set
+        if self.keys is not None and self.capacity is not None:
+            is_wrong = is_sized and self.num_embeddings != self.capacity
+            self.__dict__["num_embeddings"] = self.capacity
+        else:
+            is_wrong = not is_sized or self.keys is not None or self.capacity is not None
+        if is_wrong:
             raise ValueError(f"{where}: a table has either num_embeddings, or keys and a capacity")
         if self.keys is not None and (ways := self._ways()):
             raise ValueError(f"{where}: a table with keys is stored whole: it does not go with {ways[0]}")

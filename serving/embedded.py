@@ -157,7 +157,9 @@ def load_served_model(
         for index in range(source.local_shards):
             part, budget = (snapshot, plan.partition(index), plan.digest), source.memory_budget_bytes
             if source.rows_checked:
-                tables = CheckedLoad(*part, memory_budget_bytes=0).run(())
+                # Rows by key are in memory wherever they are.
+                budget_bytes = None if any(table.keys for table in snapshot.spec.tables) else 0
+                tables = CheckedLoad(*part, memory_budget_bytes=budget_bytes).run(())
             else:
                 tables = load_tables(*part, memory_budget_bytes=budget, card_set=source.card_set)
             nodes.append(ShardNode(plan.identity(index)))

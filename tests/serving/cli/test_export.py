@@ -77,6 +77,36 @@ def test_a_checkpoint_with_foreign_names_becomes_a_version(inputs: Path) -> None
         assert ranker.rank("shop", {"user": "cäcilie"}, {"item": [0, 2990, 7]}).scores.size == 3
 
 
+def test_tables_with_keys_are_exported_with_theirs(inputs: Path) -> None:
+    spec = copy.deepcopy(SPEC)
+    for table, kind in zip(spec["tables"], ("string", "int64"), strict=True):
+        for name in ("num_embeddings", "id_mapping", "unknown_id"):
+            table.pop(name, None)
+        table |= {"keys": kind, "capacity": "auto"}
+    (inputs / "shop.json").write_text(json.dumps(spec))
+    np.save(inputs / "items.npy", np.arange(300, dtype=np.uint64) << np.uint64(55))
+    command = (
+        "export", "--checkpoint", inputs / "model.safetensors", "--model", inputs / "shop.json",
+        "--store", inputs / "models", "--table-key", "items=rows_of_items", "--dense-prefix", "over.",
+    )  # fmt: skip
+    files = ("--keys", f"users={inputs / 'users.txt'}", "--keys", f"items={inputs / 'items.npy'}")
+    shardrank(*command, *files)
+    folder = inputs / "models" / "shop" / "1"
+    assert "no key is there twice" in shardrank("verify", "--snapshot", folder).output
+    with Ranker.open(folder) as ranker:
+        found = ranker.lookup("shop", {"user": [["cäcilie"]], "item": [[-(1 << 55)], [1]]}, return_missing=True)
+        rows = load_file(inputs / "model.safetensors")
+        np.testing.assert_array_equal(found.embeddings["user"][0], rows["model.ebc.embedding_bags.users.weight"][2])
+        # Number 511 of those that are 2^55 apart is the last one, as a signed one; there are 300.
+        assert {name: one.keys.tolist() for name, one in found.missing.items()} == {"item": [-(1 << 55), 1]}
+        assert ranker.rank("shop", {"user": "anna"}, {"item": [0, -(212 << 55)]}).scores.size == 2
+    for flags, problem in (
+        (files[:2], "capacity is auto: give its keys"),
+        ((*files, "--keys", f"shops={inputs / 'items.npy'}"), "--keys: no table 'shops'"),
+    ):
+        assert problem in shardrank(*command, *flags, code=1).output
+
+
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
