@@ -1,4 +1,4 @@
-"""Map files as arrays, bring pages in, give them back, and settle the heap.
+"""Allocate memory for rows, map files as arrays, bring pages in, give them back, and settle the heap.
 
 Through ctypes, which releases the interpreter lock while the kernel works: mapping and freeing gigabytes takes long.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import logging
 import math
 import mmap
 import os
@@ -19,6 +20,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+logger = logging.getLogger(__name__)
+
+HUGE_PAGE_BYTES = 2 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -142,3 +146,21 @@ def settle_heap() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_THRESHOLD_BYTES)
+
+
+def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Allocates zeroed memory for rows, uint8 [num_rows, row_bytes], in huge pages where the kernel grants them.
+
+    It is private anonymous memory, given back to the system when the last view of it is gone.
+    """
+    size_bytes = num_rows * row_bytes
+    if size_bytes < HUGE_PAGE_BYTES:
+        return np.zeros((num_rows, row_bytes), np.uint8)
+    padded = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        # A kernel built without transparent huge pages says EINVAL; small pages hold the same rows.
+        logger.info("no huge pages for %d bytes of rows: %s", size_bytes, error)
+    return np.frombuffer(memory, np.uint8, count=size_bytes).reshape(num_rows, row_bytes)

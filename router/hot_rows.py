@@ -20,12 +20,13 @@ import numpy.typing as npt
 from pydantic import Field
 
 from loader.access_counts import AccessCounter
+from loader.memory import allocate_rows
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import TABLE_SHIFT, LookupSampler
 from shard_node.answer import Answer, ReplyEncoding, StoredRows
 from shard_node.bags import Bags, CheckedBags, Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS
-from shard_node.engine.arena import Arena, Placement, TablePlace, allocate_rows
+from shard_node.engine.arena import Arena, Placement, TablePlace
 from shard_node.engine.base import write_pieces
 from shard_node.engine.cpu import CpuEngine
 from shard_node.node import DeltaPosition

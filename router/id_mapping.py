@@ -19,11 +19,12 @@ from loader.snapshot.row_classes import BLOCK_BITS, RowClasses, find_bits
 from loader.snapshot.tables import DividedTable, HashMapping, VocabularyMapping
 from router.feature_schema import FeatureSchema
 from shard_node.bags import Bags, Int32Array, Int64Array, first_outside
+from shard_node.engine.key_index import KeyIndex
 
 _UNDIVIDED, _CLASS, _QUOTIENT, _REMAINDER = range(4)
 _PART_SHIFT = 56
 _ROW_MASK = (1 << _PART_SHIFT) - 1
-UNKNOWN = -1
+_NO_IDS = np.zeros(0, np.int64)
 _IDENTITY, _HASH, _VOCABULARY = 0, 1, 2
 _REJECT, _DEFAULT_ROW, _SKIP = 0, 1, 2
 
@@ -149,49 +150,6 @@ def hashed_rows(
     return mixed.view(np.int64)
 
 
-class VocabularyIndex:
-    """All vocabularies of a model in one flat index, so that a batch's ids are looked up together.
-
-    Entries (table, id) are sorted by a 64-bit mix; the top bits of the mix pick a short run of them, which is compared
-    step by step for all ids at once. With about one entry to a run, a few steps find every id or show that it is
-    unknown.
-
-    `ids` gives the ids of each table number, int64 [V], all different; an id's position is its row.
-    """
-
-    def __init__(self, ids: Mapping[int, Int64Array]) -> None:
-        tables = [np.full(entry.size, table, np.int32) for table, entry in ids.items()]
-        rows = [np.arange(entry.size, dtype=np.int64) for entry in ids.values()]
-        table = np.concatenate(tables) if tables else np.zeros(0, np.int32)
-        flat_ids = np.concatenate(list(ids.values())) if ids else np.zeros(0, np.int64)
-        mix = _mix(table, flat_ids)
-        order = np.argsort(mix)
-        self._ids = flat_ids[order]
-        self._table = table[order]
-        self._rows = (np.concatenate(rows) if rows else np.zeros(0, np.int64))[order]
-        run_bits = max(1, int(flat_ids.size).bit_length())
-        self._run_shift = np.uint64(64 - run_bits)
-        self._run_starts = np.searchsorted(mix[order] >> self._run_shift, np.arange((1 << run_bits) + 1))
-
-    def rows(self, table: npt.NDArray[np.int32], ids: Int64Array) -> Int64Array:
-        """Find the row, int64 [n], of each id in its table (int32 [n]); `UNKNOWN` for one that has none."""
-        run = _mix(table, ids) >> self._run_shift
-        position, end = self._run_starts[run], self._run_starts[run + np.uint64(1)]
-        rows = np.full(ids.size, UNKNOWN, np.int64)
-        pending = np.flatnonzero(position < end)
-        while pending.size:
-            at = position[pending]
-            is_match = (self._ids[at] == ids[pending]) & (self._table[at] == table[pending])
-            rows[pending[is_match]] = self._rows[at[is_match]]
-            position[pending] += 1
-            pending = pending[~is_match & (at + 1 < end[pending])]
-        return rows
-
-
-def _mix(table: npt.NDArray[np.int32], ids: Int64Array) -> npt.NDArray[np.uint64]:
-    return splitmix64(ids.view(np.uint64) ^ splitmix64(table.astype(np.uint64)))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BagIds:
     """Some ids of bags: such as their tables have no row for.
@@ -260,7 +218,12 @@ class IdMapper:
         self._seed = np.array(seeds, np.uint64)
         numbers = zip(tables, schema.table_index.tolist(), strict=True)
         names = {number: table.name for table, number in numbers if isinstance(table.id_mapping, VocabularyMapping)}
-        self._vocabulary = VocabularyIndex({number: vocabularies[name] for number, name in names.items()})
+        of_tables = {number: vocabularies[name] for number, name in names.items()}
+        # By table in layout order; of those without a vocabulary there is nothing to find.
+        stored = range(len(schema.layout.tables) if of_tables else 0)
+        self._vocabulary = KeyIndex([of_tables.get(number, _NO_IDS).size for number in stored])
+        for number, ids in of_tables.items():
+            self._vocabulary.insert(number, ids, np.arange(ids.size))
 
     @classmethod
     def of_snapshot(cls, snapshot: Snapshot, schema: FeatureSchema) -> Self:
@@ -308,9 +271,10 @@ class IdMapper:
             hashed = np.flatnonzero(kind == _HASH)
             of = feature[hashed]
             rows[hashed] = hashed_rows(bags.values[hashed], self._seed[of], self._num_embeddings[of])
-            known = np.flatnonzero(kind == _VOCABULARY)
-            rows[known] = self._vocabulary.rows(self._schema.table_index[feature[known]], bags.values[known])
+            known, of = np.flatnonzero(kind == _VOCABULARY), kinds == _VOCABULARY
+            tables = self._schema.table_index[keys[of]]
             # A row that no vocabulary gave is -1: as an unsigned number, beyond every table.
+            rows[known] = self._vocabulary.find(tables, values_per_key[of], bags.values[known])
             unknown = rows.view(np.uint64) > self._last[feature]
         if not unknown.any():
             return MappedBags(bags.with_values(rows, bags.weights), NO_IDS)

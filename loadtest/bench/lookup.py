@@ -13,6 +13,7 @@ import click
 import numpy as np
 import torch
 
+from loader.memory import allocate_rows
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from loadtest.bench.harness import (
@@ -31,7 +32,7 @@ from loadtest.bench.harness import (
 from router.plan import Plan
 from router.router import Router
 from shard_node.bags import Bags, Float32Array, Int64Array
-from shard_node.engine.arena import Arena, allocate_rows
+from shard_node.engine.arena import Arena
 from shard_node.node import LocalShard
 
 FEATURES, BATCHES = 26, 8

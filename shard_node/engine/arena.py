@@ -14,7 +14,6 @@ A table that a node holds whole is laid out in row order there: it has one cell,
 
 from __future__ import annotations
 
-import logging
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loader.memory import give_back
+from loader.memory import HUGE_PAGE_BYTES, give_back
 from loader.snapshot.tables import RowDtype
 from shard_node.bags import Bags, Float32Array, Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS, BucketCells, per_value
@@ -30,9 +29,6 @@ from shard_node.engine.base import Tier
 from shard_node.engine.kernels import as_tensor, pool_rows
 from shard_node.errors import InvalidBagsError
 
-logger = logging.getLogger(__name__)
-
-HUGE_PAGE_BYTES = 2 << 20
 PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -97,24 +93,6 @@ class Arena:
         """Give the rows' memory back, a piece at a time and without the interpreter lock. Nobody may need them."""
         if self.tier == "ram" and self._bytes.nbytes >= HUGE_PAGE_BYTES:
             give_back(self._bytes)
-
-
-def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-    """Allocates zeroed memory for rows, uint8 [num_rows, row_bytes], in huge pages where the kernel grants them.
-
-    It is private anonymous memory, given back to the system when the last view of it is gone.
-    """
-    size_bytes = num_rows * row_bytes
-    if size_bytes < HUGE_PAGE_BYTES:
-        return np.zeros((num_rows, row_bytes), np.uint8)
-    padded = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    memory = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:
-        # A kernel built without transparent huge pages says EINVAL; small pages hold the same rows.
-        logger.info("no huge pages for %d bytes of rows: %s", size_bytes, error)
-    return np.frombuffer(memory, np.uint8, count=size_bytes).reshape(num_rows, row_bytes)
 
 
 NOT_HERE = np.uint16(2**16 - 1)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import SnapshotCorruptError, file_errors
-from loader.memory import populate
+from loader.memory import allocate_rows, populate
 from loader.progress import PIECE_BYTES, Progress, no_progress
 from loader.snapshot.buckets import FileOrder, RowBuckets
 from loader.snapshot.codecs import ByteArray, RowCodec
@@ -20,7 +20,7 @@ from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import TableSpec
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS, Partition
-from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace, allocate_rows
+from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace
 from shard_node.engine.base import Engine
 from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.keyed_tables import KeyedTables

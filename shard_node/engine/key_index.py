@@ -27,8 +27,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from loader.memory import allocate_rows
 from shard_node.bags import Int64Array
-from shard_node.engine.arena import allocate_rows
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class KeyIndex:
         self._keys = allocate_rows(total, 8).reshape(-1).view(np.int64)
         self._slots = allocate_rows(total, 4).reshape(-1).view(np.uint32)
         self._slots.fill(_EMPTY)
-        self._find = native_find() if native else None
+        self._find = native_find() if native and total else None
         self.is_native = self._find is not None
 
     @property

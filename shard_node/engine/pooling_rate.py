@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from loader.errors import ConfigError
+from loader.memory import allocate_rows
 from shard_node.bags import TableLayout
-from shard_node.engine.arena import Arena, allocate_rows
+from shard_node.engine.arena import Arena
 
 CALLS, CALL_IDS = 100, 16_384
 ROW_BYTE = 0x3C

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loader.snapshot.buckets import splitmix64
 from loader.snapshot.tables import HashMapping, TableSpec, fingerprint_strings
 from router.feature_schema import FeatureSchema
-from router.id_mapping import UNKNOWN, IdMapper, VocabularyIndex, hashed_rows
+from router.id_mapping import IdMapper, hashed_rows
 from shard_node.bags import Bags
 from shardrank_testing import bags as table_bags
 from shardrank_testing.snapshots import model_of, table_of
@@ -60,19 +60,6 @@ def test_hashed_rows_follow_the_documented_formula(ids, rows, seed):
         top = int(splitmix64(np.array([(one + seed) % 2**64], np.uint64))[0]) >> 32
         assert row == top * rows >> 32
         assert 0 <= row < rows
-
-
-@given(
-    st.dictionaries(st.integers(0, 5), st.lists(st.integers(0, 2**63 - 1), unique=True, max_size=50), max_size=4),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2**63 - 1)), max_size=50),
-)
-def test_the_vocabulary_index_finds_what_a_dictionary_finds(vocabularies, strangers):
-    index = VocabularyIndex({key: np.array(ids, np.int64) for key, ids in vocabularies.items()})
-    expected = {(key, one): row for key, ids in vocabularies.items() for row, one in enumerate(ids)}
-    wanted = list(expected) + strangers
-    tables = np.array([key for key, _ in wanted], np.int32)
-    ids = np.array([one for _, one in wanted], np.int64)
-    assert index.rows(tables, ids).tolist() == [expected.get(one, UNKNOWN) for one in wanted]
 
 
 MAPPINGS = {

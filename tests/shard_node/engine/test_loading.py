@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.memory import HUGE_PAGE_BYTES, allocate_rows
 from shard_node.buckets import Partition
-from shard_node.engine.arena import HUGE_PAGE_BYTES, allocate_rows
 from shard_node.engine.arena_builder import choose_tiers
 from shard_node.engine.memory import available_memory_bytes, total_memory_bytes
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
