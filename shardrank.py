@@ -85,7 +85,8 @@ if TYPE_CHECKING:
     from shard_node.errors import MemoryBudgetError as MemoryBudgetError
 
 _NAMES = {
-    "loader.deltas.publisher": "AsyncDeltaPublisher DeltaPublisher",
+    "loader.deltas.blocking_publisher": "DeltaPublisher",
+    "loader.deltas.publisher": "AsyncDeltaPublisher",
     "loader.description": "ModelDescription",
     "loader.divided_rows": "divide_rows kept_rows",
     "loader.errors": (

@@ -279,10 +279,10 @@ class Router:
         else:
             answer = await self._pool(model, version, by_table, deadline, forms, times)
             started_at = self._clock()
-        blocks, asked_for, missing = cast("list[Float32Array]", answer.sums), mapped.bags, NO_IDS
+        blocks, requested, missing = cast("list[Float32Array]", answer.sums), mapped.bags, NO_IDS
         if answer.missing.size:
-            found = self._without_missing(asked_for, LookedUp(num_rows, complete, by_lookup), blocks, answer.missing)
-            missing, asked_for, (num_rows, complete, by_lookup) = found
+            without = self._without_missing(requested, LookedUp(num_rows, complete, by_lookup), blocks, answer.missing)
+            missing, requested, (num_rows, complete, by_lookup) = without
         starts, first_in_group = by_lookup.bag_starts(), self._first_in_group
         if by_lookup.keys.size < self._lookups.feature.size:
             first_key = np.searchsorted(by_lookup.keys, self._lookups.group_starts)
@@ -296,7 +296,7 @@ class Router:
             blocks=blocks,
             row_starts=starts[:-1] - starts[first_in_group],
             num_rows=num_rows,
-            bags=asked_for,
+            bags=requested,
             rejected=mapped.rejected,
             times=times,
             sequence=answer.sequence,
@@ -389,8 +389,8 @@ class Router:
         missing = BagIds(feature[is_first], bag[is_first], by_feature.values[at[is_first]])
         if not is_skipped.any():
             return missing, by_feature, looked_up
-        taken = at[is_skipped], segment[is_skipped], within[is_skipped], is_first[is_skipped]
-        at, segment, within, is_first = taken
+        at, segment = at[is_skipped], segment[is_skipped]
+        within, is_first = within[is_skipped], is_first[is_skipped]
         number, of_feature = number[is_skipped], of_feature[is_skipped]
         by_feature = by_feature.kept(_all_but(at[is_first], by_feature.num_values))
         # An id of a sequence is a bag of its own, which goes with it: a row of its block.

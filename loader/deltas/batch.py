@@ -64,8 +64,8 @@ def keyed_update(spec: ModelSpec, name: str, keys: Any, values: Any | None) -> t
     `keys` are whole numbers [n], unsigned ones by their bits, or of a table of strings these; else as `encode_rows`.
     Raises DeltaFormatError as that, and for a table without keys.
     """
-    if (table := next((one for one in spec.tables if one.name == name and one.keys is not None), None)) is None:
-        names = [one.name for one in spec.tables if one.keys is not None]
+    if (table := next((table for table in spec.tables if table.name == name and table.keys is not None), None)) is None:
+        names = [table.name for table in spec.tables if table.keys is not None]
         raise DeltaFormatError(f"model {spec.model!r} has no table {name!r} with keys; such tables: {names}")
     where = f"table {name!r}"
     try:

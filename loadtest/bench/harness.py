@@ -379,15 +379,17 @@ class UniformTables:
         drawn = np.random.default_rng(7).standard_normal((DISTINCT_ROWS, self.embedding_dim), dtype=np.float32)
         return np.resize(drawn, (self.rows, self.embedding_dim))
 
-    def export(self, store: Path) -> Snapshot:
-        """Write and open the snapshot; takes some seconds for each gigabyte."""
-        shape = {"num_embeddings": self.rows, "embedding_dim": self.embedding_dim}
+    def export(self, store: Path, changed: Mapping[str, Any] | None = None, **more: Any) -> Snapshot:
+        """Write and open the snapshot, of tables that are `changed`; takes some seconds for each gigabyte."""
+        shape: dict[str, Any] = {"num_embeddings": self.rows, "embedding_dim": self.embedding_dim}
+        shape |= changed or {}
         names = [f"f{number:02d}" for number in range(self.count)]
         tables = tuple(TableSpec(name=name, feature_names=(name,), **shape) for name in names)
         features = tuple(FeatureSpec(name=name, side="candidate") for name in names)
         spec = ModelSpec(model=MODEL, tables=tables, features=features, dense_model=DenseModelSpec(kind="mlp"))
         rows = dict.fromkeys(names, ArrayRows(self.all_rows()))
-        return Snapshot.open(export_snapshot(store, spec, rows=rows, dense={"unused": torch.zeros(1)}), verify=False)
+        dense = {"unused": torch.zeros(1)}
+        return Snapshot.open(export_snapshot(store, spec, rows=rows, dense=dense, **more), verify=False)
 
     def draw(self, rng: np.random.Generator, bags: int, hotness: int) -> Bags:
         """Draw uniform ids, the worst case for caches, for so many bags of each table."""

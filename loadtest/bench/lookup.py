@@ -16,6 +16,7 @@ import torch
 from loader.memory import allocate_rows
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.tables import VocabularyMapping
 from loadtest.bench.harness import (
     MODEL,
     Bench,
@@ -114,11 +115,62 @@ def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
         bench.run(cells)
 
 
+async def check_equal(calls: Mapping[str, Call], batch: Batch) -> None:
+    """Raise AssertionError unless all give the same bits."""
+    first, *others = [await call(batch) for call in calls.values()]
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+KEYED_IDS = 2_600, 52_000
+"""Of a batch: 100 candidates of 26 features with one id, and with 20."""
+
+
+def measure_keyed(bench: Bench, rows: int, dim: int, seconds: float) -> None:
+    """Measure a table whose rows are named by keys, against one with a vocabulary of the same numbers."""
+    click.echo(f"writing two tables of {rows} rows of dim {dim}")
+    rng = np.random.default_rng(1)
+    ids = np.unique(rng.integers(0, 2**63 - 1, rows + rows // 1000 + 100))[:rows]
+    rng.shuffle(ids)
+    plain = UniformTables(1, rows, dim)
+    keyed = {"num_embeddings": rows * 5 // 4, "keys": "int64"}
+    snapshots = {
+        "rows": plain.export(bench.folder / "rows", {"id_mapping": VocabularyMapping()}, vocabularies={"f00": ids}),
+        "keys": plain.export(bench.folder / "keys", keyed, keys={"f00": ids}),
+    }
+    plans = {name: Plan.make(snapshot.spec) for name, snapshot in snapshots.items()}
+    nodes = {name: make_node(snapshot, plans[name]) for name, snapshot in snapshots.items()}
+    engines = {name: node.generations.payload(MODEL, 1).engine for name, node in nodes.items()}
+    routers = {name: make_router(snapshots[name], plans[name], [LocalShard(node)]) for name, node in nodes.items()}
+
+    async def pool(name: str, batch: Batch) -> Float32Array:
+        bags, numbers = batch
+        return engines[name].pool(bags if name == "keys" else bags.with_values(numbers, None))[0]
+
+    async def route(name: str, batch: Batch) -> Float32Array:
+        return (await routers[name].lookup(MODEL, 1, batch[0], time.monotonic() + TIMEOUT_S)).blocks[0]
+
+    def subject(call: Call, batches: Sequence[Batch]) -> Subject:
+        return lambda number: {"time of a batch": bench.median_call_us(call, batches, seconds)}
+
+    calls: dict[str, Call] = {f"engine, {name}": partial(pool, name) for name in snapshots}
+    calls |= {f"router, {'vocabulary' if name == 'rows' else name}": partial(route, name) for name in snapshots}
+    cells = []
+    for hotness, size in itertools.product((1, 20), KEYED_IDS):
+        drawn = [plain.draw(rng, size // hotness, hotness) for _ in range(BATCHES)]
+        batches = [(bags.with_values(ids[bags.values], None), bags.values) for bags in drawn]
+        bench.runner.run(check_equal(calls, batches[0]))
+        title = f"{rows} rows, dim {dim}, {hotness} id{'s' * (hotness > 1)} a bag, {size} ids"
+        cells.append(BenchTable(title, MEASURES, {name: subject(call, batches) for name, call in calls.items()}))
+    bench.run(cells)
+
+
 @bench_command
 @click.option("--table-gb", type=click.FloatRange(min=0.001), default=2.0, show_default=True, help="int8 GB of rows.")
 @click.option("--dim", "dims", type=int, multiple=True, default=(64, 128), show_default=True, help="Repeatable.")
 @click.option("--seconds", type=click.FloatRange(0), default=0.3, show_default=True, help="Of each measurement.")
-def lookup(bench: Bench, table_gb: float, dims: tuple[int, ...], seconds: float) -> None:
+@click.option("--keyed", is_flag=True, help="One table with keys against one with a vocabulary.")
+def lookup(bench: Bench, table_gb: float, dims: tuple[int, ...], seconds: float, *, keyed: bool) -> None:
     """Measure what a lookup costs beyond the rows that it reads.
 
     On the same ids: the bare torch op on one int8 arena (the floor), the router with the rows in this process (one card
@@ -128,7 +180,12 @@ def lookup(bench: Bench, table_gb: float, dims: tuple[int, ...], seconds: float)
     Examples:
       shardrank loadtest bench lookup --quick
       shardrank loadtest bench lookup --dim 64 --json lookup.json
+      shardrank loadtest bench lookup --keyed --dim 64 --table-gb 0.72
     """
     for dim in dims:
-        rows = int(table_gb * 1e9) // RowCodec("int8", dim).row_bytes // FEATURES
+        rows = int(table_gb * 1e9) // RowCodec("int8", dim).row_bytes
+        if keyed:
+            measure_keyed(bench, max(1, rows), dim, bench.seconds(seconds))
+            continue
+        rows //= FEATURES
         measure_dim(bench, UniformTables(FEATURES, max(1, rows), dim), bench.seconds(seconds))

@@ -215,8 +215,8 @@ def _freshness(answer: Any) -> tuple[int, int]:
 
 def _missing(answer: Any) -> dict[str, MissingKeys]:
     return {
-        name: MissingKeys(np.array(one.bags, np.int64), np.array(one.keys, np.int64))
-        for name, one in answer.missing.items()
+        name: MissingKeys(np.array(keys.bags, np.int64), np.array(keys.keys, np.int64))
+        for name, keys in answer.missing.items()
     }
 
 

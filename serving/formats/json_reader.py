@@ -474,9 +474,8 @@ def lookup_pieces(response: LookupResult) -> Iterator[bytes]:
 
 
 def _missing(response: Response) -> dict[str, dict[str, list[int]]]:
-    return {
-        name: {"bags": one.bags.tolist(), "keys": one.keys.tolist()} for name, one in (response.missing or {}).items()
-    }
+    missing = (response.missing or {}).items()
+    return {name: {"bags": keys.bags.tolist(), "keys": keys.keys.tolist()} for name, keys in missing}
 
 
 def _rows(values: Float32Array) -> Iterator[bytes]:

@@ -325,7 +325,7 @@ def _freshness(response: Response) -> dict[str, Any]:
 
 def _missing(response: Response) -> dict[str, ranking_pb2.MissingKeys]:
     missing = (response.missing or {}).items()
-    return {name: ranking_pb2.MissingKeys(bags=one.bags.tolist(), keys=one.keys.tolist()) for name, one in missing}
+    return {name: ranking_pb2.MissingKeys(bags=keys.bags.tolist(), keys=keys.keys.tolist()) for name, keys in missing}
 
 
 def encode_model(description: ModelInfo) -> bytes:

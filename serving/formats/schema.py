@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from loader.snapshot.manifest import Side
-from loader.snapshot.tables import TableSpec
 from router.feature_schema import FeatureSchema
 from serving.errors import InvalidRequestError, count_mismatch, limit_exceeded, missing_feature, unknown_feature
 from serving.limits import RequestLimits
@@ -80,7 +79,9 @@ class RequestSchema:
         self.is_string = np.array([name in features.string_features for name in self.names], dtype=np.bool_)
         self.is_weighted = np.array([feature.weighted for feature in every], dtype=np.bool_)
         tables = [spec.table_of(name) for name in self.names]
-        self.is_keyed = np.array([isinstance(one, TableSpec) and one.keys is not None for one in tables], np.bool_)
+        self.is_keyed = np.array(
+            [isinstance(table, TableSpec) and table.keys is not None for table in tables], np.bool_
+        )
         self._of_context = features.is_context.astype(np.int64)
         self.kinds = tuple(zip(self.names, features.is_context.tolist(), self.is_string.tolist(), strict=True))
         self.weighted_names = frozenset(feature.name for feature in every if feature.weighted)

@@ -150,8 +150,8 @@ class DeltaFollower:
                     written = self._engine.write_rows(tables, batch.rows, batch.stored)
                 else:
                     stored = None if batch.operation == DELETE_KEYS else batch.stored
-                    written, found = self._engine.update_keys(slices, batch.rows, stored)
-                    absent = written - found if stored is None else 0
+                    written, present = self._engine.update_keys(slices, batch.rows, stored)
+                    absent = written - present if stored is None else 0
             position.heads = heads
             position.is_chained, digest = isinstance(stated, Commit), entry_digest(entry.payload)
             position.applied(stated.sequence, stated.published_at, written, self._clock(), digest, absent)

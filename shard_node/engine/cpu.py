@@ -104,31 +104,35 @@ class CpuEngine:
             raise InvalidBagsError(f"tables {[self.layout.tables[table].name for table in tables]} have no keys")
         by_table = [] if stored is None else self.layout.rows_by_table(tuple(tables), keys, stored)
         # Slices of a table may be on different nodes.
-        here = [keyed.local(table, keys).nonzero()[0] for table in tables]
-        at = functools.reduce(np.union1d, here)
-        num_found = 0
+        of_tables = [keyed.local(table, keys).nonzero()[0] for table in tables]
+        at = functools.reduce(np.union1d, of_tables)
+        num_present = 0
         with self._writing:
-            plans = [keyed.plan_upsert(table, keys[own]) for table, own in zip(tables, here, strict=True) if by_table]
+            plans = [
+                keyed.plan_upsert(table, keys[of_table])
+                for table, of_table in zip(tables, of_tables, strict=True)
+                if by_table
+            ]
             if by_table:
                 self._claim_rows(keyed, tables, plans)
             for begin in range(0, at.size, KEYS_PER_WRITE):
                 piece = at[begin : begin + KEYS_PER_WRITE]
-                pieces = [slice(*own.searchsorted([piece[0], piece[-1] + 1]).tolist()) for own in here]
+                pieces = [slice(*of_table.searchsorted([piece[0], piece[-1] + 1]).tolist()) for of_table in of_tables]
                 self._row_lock.begin_write()
                 try:
-                    found = [np.zeros(0, np.int64)]
-                    for number, (table, own, of_piece) in enumerate(zip(tables, here, pieces, strict=True)):
+                    present = [np.zeros(0, np.int64)]
+                    for number, (table, of_table, of_piece) in enumerate(zip(tables, of_tables, pieces, strict=True)):
                         if by_table:
                             plan = plans[number].piece(of_piece)
-                            self._write_keyed(table, plan.rows, by_table[number][1][own[of_piece]])
-                            keyed.insert(table, keys[own[of_piece]], plan)
-                            found.append(own[of_piece][~plan.is_new])
+                            self._write_keyed(table, plan.rows, by_table[number][1][of_table[of_piece]])
+                            keyed.insert(table, keys[of_table[of_piece]], plan)
+                            present.append(of_table[of_piece][~plan.is_new])
                         else:
-                            found.append(own[of_piece][keyed.remove(table, keys[own[of_piece]])])
-                    num_found += functools.reduce(np.union1d, found).size
+                            present.append(of_table[of_piece][keyed.remove(table, keys[of_table[of_piece]])])
+                    num_present += functools.reduce(np.union1d, present).size
                 finally:
                     self._row_lock.end_write()
-        return at.size, num_found
+        return at.size, num_present
 
     def _claim_rows(self, keyed: KeyedTables, tables: Sequence[int], plans: Sequence[Upsert]) -> None:
         """Claim the memory that rows take which were never used before."""
@@ -137,20 +141,20 @@ class CpuEngine:
             spec = self.layout.tables[table]
             fresh = int((plan.rows >= keyed.used[table]).sum())
             size_bytes += fresh * RowCodec(spec.dtype, spec.embedding_dim).row_bytes
-        self._take(size_bytes)
+        self._count_private(size_bytes)
 
     def _write_keyed(self, table: int, rows: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
         arena, slots = self._placement.locate_rows(table, rows)
         if slots.size:
             self._arenas[int(arena[0])].write(slots, np.ascontiguousarray(stored))
 
-    def _take(self, size_bytes: int) -> None:
+    def _count_private(self, size_bytes: int) -> None:
         """Count memory as this engine's, claimed some at a time. Raises MemoryBudgetError."""
-        taken = self._private_bytes + size_bytes
-        before, now = (-(-size // CLAIM_BYTES) * CLAIM_BYTES for size in (self._private_bytes, taken))
+        total = self._private_bytes + size_bytes
+        before, now = (-(-size // CLAIM_BYTES) * CLAIM_BYTES for size in (self._private_bytes, total))
         if now > before:
             self._claim(now - before)
-        self._private_bytes = taken
+        self._private_bytes = total
 
     def _claim_pages(self, tables: Sequence[int], rows: Int64Array) -> None:
         """Claim the memory that pages of these mapped tables take once these rows of them are written."""
@@ -159,7 +163,7 @@ class CpuEngine:
             arenas, slots = self._placement.locate_rows(table, rows)
             for number in np.unique(arenas[arenas != NOT_HERE]).tolist():
                 pages.append((self._arenas[number], self._arenas[number].shared_pages(slots[arenas == number])))
-        self._take(PAGE_BYTES * sum(numbers.size for _, numbers in pages))
+        self._count_private(PAGE_BYTES * sum(numbers.size for _, numbers in pages))
         for arena, numbers in pages:
             arena.is_private[numbers] = True
 
@@ -194,7 +198,7 @@ class CpuEngine:
         """Check the bags, and call `work` with each group's, between two writes; return also which keys are missing."""
         self.layout.check(bags)
         values_per_key = bags.values_per_key()
-        asked_for, missing = bags, cast("npt.NDArray[np.integer[Any]]", NONE_MISSING)
+        requested, missing = bags, cast("npt.NDArray[np.integer[Any]]", NONE_MISSING)
         self._row_lock.begin_read()
         try:
             if self._keyed is not None:
@@ -214,7 +218,7 @@ class CpuEngine:
                 self._counts += values_per_key
             else:
                 self._counts[bags.keys] += values_per_key
-        self.access.observe(bags.keys, values_per_key, asked_for.values)
+        self.access.observe(bags.keys, values_per_key, requested.values)
         return results, missing
 
     def _answer_group(

@@ -167,4 +167,5 @@ def test_tags_are_those_that_the_library_writes_packed_or_one_by_one():
         6 << 3 | 2,
         7 << 3,
         8 << 3,
+        9 << 3,
     ]

@@ -26,6 +26,7 @@ from serving.models.layers import (
     int8_is_faster,
     int8_is_there,
 )
+from shardrank_testing.ranking import needs_int8
 
 FORMATS = [
     "float32",
@@ -106,6 +107,7 @@ def int8_bound(weight: torch.Tensor, x: torch.Tensor, steps: Steps) -> torch.Ten
     return 0.5 * (folded.abs().sum(1) + step_w * codes.sum(1, keepdim=True)) * 1.01 + 1e-4
 
 
+@needs_int8
 @given(
     st.integers(0, 20),
     st.integers(1, 70),
@@ -152,6 +154,7 @@ def test_inputs_beyond_the_codes_are_counted_in_some_calls():
     assert product.take_sampled() == (0, 0)
 
 
+@needs_int8
 def test_a_build_whose_operators_are_others_has_no_int8_layers(monkeypatch, caplog):
     assert int8_is_there()
     int8_is_there.cache_clear()

@@ -33,6 +33,7 @@ from shard_node.wire.server import NodeServer
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.golden import golden_of
 from shardrank_testing.nodes import until
+from shardrank_testing.ranking import needs_int8
 from shardrank_testing.serving_api import (
     MODEL,
     ApiModel,
@@ -219,6 +220,7 @@ def test_bfloat16_serves_only_if_it_gives_the_golden_scores(tmp_path, golden, ca
         assert f'shardrank_dtype_fallback{{model="{MODEL}",version="1"}} 1.0' in metrics
 
 
+@needs_int8
 def test_int8_layers_are_those_that_give_the_golden_scores(tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "MIN_INT8_WEIGHTS", 0)
     dense_model = api_spec().dense_model
@@ -241,6 +243,7 @@ def test_int8_layers_are_those_that_give_the_golden_scores(tmp_path, monkeypatch
     assert all(fewer == more[: len(fewer)] for more, fewer in itertools.pairwise(kept))
 
 
+@needs_int8
 def test_no_layer_is_in_int8_without_golden_requests(tmp_path):
     description, _ = load(write_api_model(tmp_path), dtype="int8")
     reason = "there are no golden requests to check int8 with"

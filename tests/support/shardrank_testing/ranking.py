@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
@@ -25,6 +26,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden": [8],
     },
 }
+
+
+needs_int8 = pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_vnni"),
+    reason="products of bytes are saturated on processors without VNNI, so there are no int8 layers",
+)
 
 
 def ranking_spec(
