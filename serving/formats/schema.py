@@ -78,10 +78,7 @@ class RequestSchema:
         self.keys: Int32Array = np.arange(len(every), dtype=np.int32)
         self.is_string = np.array([name in features.string_features for name in self.names], dtype=np.bool_)
         self.is_weighted = np.array([feature.weighted for feature in every], dtype=np.bool_)
-        tables = [spec.table_of(name) for name in self.names]
-        self.is_keyed = np.array(
-            [isinstance(table, TableSpec) and table.keys is not None for table in tables], np.bool_
-        )
+        self.is_keyed = features.layout.is_keyed[features.table_index]
         self._of_context = features.is_context.astype(np.int64)
         self.kinds = tuple(zip(self.names, features.is_context.tolist(), self.is_string.tolist(), strict=True))
         self.weighted_names = frozenset(feature.name for feature in every if feature.weighted)
