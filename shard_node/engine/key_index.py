@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 ABSENT: Final = -1
 """In place of the slot of a key that is not there."""
 MAX_LOAD: Final = 0.6
-ENTRY_BYTES: Final = 12
+_ENTRY: Final = np.dtype([("key", "<i8"), ("slot", "<u4")])
+ENTRY_BYTES: Final = _ENTRY.itemsize
 _EMPTY: Final = np.uint32(2**32 - 1)
 _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 _HALF: Final = np.uint64(32)
@@ -60,16 +61,18 @@ class KeyIndex:
         self._size = np.array([num_entries(capacity) for capacity in capacities], np.int64)
         self._first: Int64Array = np.cumsum(self._size) - self._size
         total = int(self._size.sum())
-        self._keys = allocate_rows(total, 8).reshape(-1).view(np.int64)
-        self._slots = allocate_rows(total, 4).reshape(-1).view(np.uint32)
+        # Side by side, so that a key and its slot are one read of memory.
+        self._entries = allocate_rows(total, ENTRY_BYTES).reshape(-1).view(_ENTRY)
+        self._keys, self._slots = self._entries["key"], self._entries["slot"]
         self._slots.fill(_EMPTY)
+        self._address = self._entries.ctypes.data
         self._find = native_find() if native and total else None
         self.is_native = self._find is not None
 
     @property
     def size_bytes(self) -> int:
         """Memory that it takes."""
-        return self._keys.nbytes + self._slots.nbytes
+        return self._entries.nbytes
 
     def find(self, tables: npt.NDArray[np.integer], keys_per_table: Int64Array, keys: Int64Array) -> Int64Array:
         """Find the slot of each key, int64 [n], table by table: `ABSENT` for one that is not there.
@@ -80,14 +83,13 @@ class KeyIndex:
             found = np.empty(keys.size, np.int64)
             starts = np.zeros(tables.size + 1, np.int64)
             np.cumsum(keys_per_table, out=starts[1:])
-            arrays = self._keys, self._slots
-            sought = self._first[tables], self._size[tables], starts, np.ascontiguousarray(keys), found
-            self._find(*[one.ctypes.data for one in arrays], tables.size, *[one.ctypes.data for one in sought])
+            arrays = self._first[tables], self._size[tables], starts, np.ascontiguousarray(keys), found
+            self._find(self._address, tables.size, *[array.ctypes.data for array in arrays])
             return found
         first, size = self._runs(tables, keys_per_table)
         at = _homes(keys, first, size)
-        slots = self._slots.take(at, mode="wrap")
-        is_full, is_key = slots != _EMPTY, self._keys.take(at, mode="wrap") == keys
+        slots = self._slots[at]
+        is_full, is_key = slots != _EMPTY, self._keys[at] == keys
         found = slots.astype(np.int64)
         found[~(is_full & is_key)] = ABSENT
         left = (is_full & ~is_key).nonzero()[0]
@@ -96,8 +98,8 @@ class KeyIndex:
         at, keys = at[left], keys[left]
         while left.size:
             at = _next(at, first, size)
-            slots = self._slots.take(at, mode="wrap")
-            is_full, is_key = slots != _EMPTY, self._keys.take(at, mode="wrap") == keys
+            slots = self._slots[at]
+            is_full, is_key = slots != _EMPTY, self._keys[at] == keys
             is_found = is_full & is_key
             found[left[is_found]] = slots[is_found]
             kept = (is_full & ~is_key).nonzero()[0]
@@ -200,6 +202,6 @@ def native_find() -> Callable[..., None] | None:
         logger.info("keys are found by NumPy, at several times the cost of compiled code: %s", error)
         return None
     found.restype = None
-    found.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_size_t, *[ctypes.c_void_p] * 5]
+    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_void_p] * 5]
     call: Callable[..., None] = found
     return call

@@ -82,13 +82,11 @@ class KeyedTables:
         wide = bags.values.astype(np.int64, copy=False)
         if keyed.all():
             rows = self._index.find(self._number[bags.keys], values_per_key, wide)
-            missing = (rows == ABSENT).nonzero()[0]
-            rows[missing] = MISSING_ROW
+            missing = _replace_absent(rows)
             return bags.with_values(rows, bags.weights), missing
         at = keyed.repeat(values_per_key).nonzero()[0]
         found = self._index.find(self._number[bags.keys[keyed]], values_per_key[keyed], wide.take(at))
-        missing = (found == ABSENT).nonzero()[0]
-        found[missing] = MISSING_ROW
+        missing = _replace_absent(found)
         rows = wide.copy() if wide is bags.values else wide
         rows[at] = found
         return bags.with_values(rows, bags.weights), at.take(missing)
@@ -137,3 +135,12 @@ class KeyedTables:
         self._index.remove(int(self._number[table]), keys[was_here])
         self._free[table] = np.concatenate([self._free[table], rows[was_here]])
         return was_here
+
+
+def _replace_absent(rows: Int64Array) -> Int64Array:
+    # Mostly none is: one pass.
+    if not rows.size or np.minimum.reduce(rows) >= 0:
+        return np.zeros(0, np.int64)
+    missing: Int64Array = (rows == ABSENT).nonzero()[0]
+    rows[missing] = MISSING_ROW
+    return missing
