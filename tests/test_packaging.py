@@ -63,6 +63,7 @@ def test_the_wheel_holds_every_module_and_kernel_and_nothing_else(built: Path):
     packages = ("loader", "shard_node", "router", "serving", "loadtest")
     tracked = call("git", "ls-files", *packages, cwd=ROOT).split() if (ROOT / ".git").exists() else []
     assert held >= {"shardrank/__init__.py", "shardrank/py.typed", "shard_node/cuda/kernels.cu", "serving/py.typed"}
+    assert "shard_node/engine/find_keys.c" in held
     if tracked:
         assert held - {"shardrank/__init__.py", "shardrank/py.typed"} == set(tracked)
 
