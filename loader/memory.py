@@ -148,16 +148,18 @@ def settle_heap() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_THRESHOLD_BYTES)
 
 
-def allocate_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+def allocate_rows(num_rows: int, row_bytes: int, *, is_reserved: bool = False) -> npt.NDArray[np.uint8]:
     """Allocates zeroed memory for rows, uint8 [num_rows, row_bytes], in huge pages where the kernel grants them.
 
-    It is private anonymous memory, given back to the system when the last view of it is gone.
+    It is private anonymous memory, given back to the system when the last view of it is gone. With `is_reserved` most
+    of it may never be used, so that the kernel need not have as much.
     """
     size_bytes = num_rows * row_bytes
     if size_bytes < HUGE_PAGE_BYTES:
         return np.zeros((num_rows, row_bytes), np.uint8)
     padded = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    memory = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if is_reserved else 0)
+    memory = mmap.mmap(-1, padded, flags=flags)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:

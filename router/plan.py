@@ -203,8 +203,8 @@ class Plan:
 
 
 def table_bytes(table: TableSpec) -> int:
-    """Count the bytes that a table's rows take as stored."""
-    return table.num_embeddings * RowCodec(table.dtype, table.embedding_dim).row_bytes
+    """Count the bytes that a table's rows take as stored, with their keys."""
+    return table.num_embeddings * (RowCodec(table.dtype, table.embedding_dim).row_bytes + table.key_bytes)
 
 
 def _largest_first(layout: TableLayout) -> list[tuple[int, TableSpec]]:

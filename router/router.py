@@ -227,6 +227,10 @@ class Router:
         self._has_mean = bool(schema.is_mean.any())
         lookups = self._lookups = schema.lookups
         self._is_repeated = lookups.feature.size > len(schema.features)
+        # The lookups of each feature, one feature after the other.
+        self._by_feature = np.concatenate([np.array(numbers, np.int64) for numbers in lookups.of_feature])
+        self._num_lookups = np.array([len(numbers) for numbers in lookups.of_feature])
+        self._first_lookup = np.cumsum(self._num_lookups) - self._num_lookups
         # A rank request has all features. What follows from that alone is worked out once: the lookup that each one's
         # group begins with, and the first lookup of each table.
         self._first_in_group = lookups.group_starts[lookups.group]
@@ -376,33 +380,37 @@ class Router:
     ) -> tuple[BagIds, Bags, LookedUp]:
         """Tell which keys have no row, and take those out of bags, and out of blocks, whose table leaves them out.
 
-        `positions`, [k], are of values of `looked_up.rows`. Of slices of a table all miss the same keys.
+        `positions`, [k], are of values of `looked_up.rows`. What one slice of a table misses, all do: a delta may have
+        come to one of them before the others.
         """
         lookups, rows = self._lookups, looked_up.rows
         segment = np.searchsorted(rows.value_starts(), positions, side="right") - 1
-        number = rows.keys[segment]
-        feature, within = lookups.feature[number], positions - rows.value_starts()[segment]
-        is_first, is_skipped = lookups.column[number] == 0, self.schema.skips_missing[feature]
+        within = positions - rows.value_starts()[segment]
+        feature, within = np.unique([lookups.feature[rows.keys[segment]], within], axis=1)
         of_feature = np.searchsorted(by_feature.keys, feature)
         at = by_feature.value_starts()[of_feature] + within
         bag = np.searchsorted(by_feature.offsets, at, side="right") - 1 - by_feature.bag_starts()[of_feature]
-        missing = BagIds(feature[is_first], bag[is_first], by_feature.values[at[is_first]])
+        missing = BagIds(feature.astype(np.int32), bag, by_feature.values[at])
+        is_skipped = self.schema.skips_missing[feature]
         if not is_skipped.any():
             return missing, by_feature, looked_up
-        at, segment = at[is_skipped], segment[is_skipped]
-        within, is_first = within[is_skipped], is_first[is_skipped]
-        number, of_feature = number[is_skipped], of_feature[is_skipped]
-        by_feature = by_feature.kept(_all_but(at[is_first], by_feature.num_values))
+        by_feature = by_feature.kept(_all_but(at[is_skipped], by_feature.num_values))
+        # Of each, in all slices.
+        counts = self._num_lookups[feature[is_skipped]]
+        number = self._by_feature[_ranges(self._first_lookup[feature[is_skipped]], counts)]
+        within, of_feature = within[is_skipped].repeat(counts), of_feature[is_skipped].repeat(counts)
+        segment, is_first = np.searchsorted(rows.keys, number), lookups.column[number] == 0
+        all_positions: Int64Array = rows.value_starts()[segment] + within
         # An id of a sequence is a bag of its own, which goes with it: a row of its block.
         is_row = self.schema.is_none[lookups.feature[number]]
-        gone = np.searchsorted(rows.offsets, positions[is_skipped][is_row], side="right") - 1
+        gone = np.searchsorted(rows.offsets, all_positions[is_row], side="right") - 1
         groups = lookups.group[number[is_row]]
         at_group = rows.bag_starts()[np.searchsorted(rows.keys, lookups.group_starts[groups])]
         for group in np.unique(groups).tolist():
             blocks[group] = np.delete(blocks[group], (gone - at_group)[groups == group], axis=0)
         gone_per_key = np.bincount(segment[is_row], minlength=rows.keys.size)
         gone_rows = np.bincount(of_feature[is_row & is_first], minlength=by_feature.keys.size)
-        complete, kept = looked_up.complete, _without(rows, positions[is_skipped].astype(np.int64), gone, gone_per_key)
+        complete, kept = looked_up.complete, _without(rows, all_positions, gone, gone_per_key)
         if complete is not rows:
             complete = _without(complete, complete.value_starts()[segment] + within, gone, gone_per_key)
         else:

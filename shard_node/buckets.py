@@ -93,7 +93,7 @@ class BucketCells:
         self.first = np.empty(num_tables, np.int64)
         self.first[order] = ends - self.counts[order]
         self.size = int(ends[-1])
-        self._is_by_key = ~self._single & np.array([one.by_key for one in self._buckets])
+        self._is_by_key = np.array([one.by_key for one in self._buckets])
         self._has_keys = bool(self._is_by_key.any())
         is_mixed = ~self._single & np.array([one.seed is not None for one in self._buckets])
         self._mask = width - 1
@@ -125,11 +125,13 @@ class BucketCells:
         return low
 
     def _with_buckets_of_keys(self, bags: Bags, values_per_key: Int64Array) -> Int64Array:
-        by_key = self._is_by_key[bags.keys]
-        if by_key.all():
+        by_key, single = self._is_by_key[bags.keys], self._single[bags.keys]
+        if by_key.all() and not single.any():
             return key_buckets(bags.values)
         rows = bags.values.astype(np.int64)
-        at = by_key.repeat(values_per_key).nonzero()[0]
+        # Of a single cell nothing is asked of the keys, which may be negative.
+        rows[(by_key & single).repeat(values_per_key)] = 0
+        at = (by_key & ~single).repeat(values_per_key).nonzero()[0]
         rows[at] = key_buckets(rows[at])
         return rows
 

@@ -43,6 +43,7 @@ class ServedVersion(Message):
     delta_fresh_at: float | None = None
     delta_lag: int = 0
     delta_forks: int = 0
+    absent_keys: int = 0
     delta_digest: str = ""
     forked: bool = False
 
@@ -294,6 +295,7 @@ class ShardNode:
                     delta_fresh_at=deltas.fresh_at,
                     delta_lag=deltas.lag,
                     delta_forks=self.forks[one.model, one.version],
+                    absent_keys=deltas.absent,
                     delta_digest=deltas.digest.hex(),
                     forked=deltas.forked,
                 )

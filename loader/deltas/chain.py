@@ -54,12 +54,12 @@ def partitions_of(table: TableSpec, rows: Int64Array) -> npt.NDArray[np.uint8]:
 def partition_of_bucket(buckets: RowBuckets) -> npt.NDArray[np.uint8]:
     """Return the partition of each bucket of a table, uint8 [buckets].
 
-    In `range` order that is the bucket. Mixed buckets are dealt to S shards by their remainder of S: those that share a
-    partition have one remainder of 240, so each partition is of one shard for every S that divides 240, and a shard's
-    are neighbours if S is 2, 4, 8 or 16. The last 16 partitions stay empty.
+    In `range` order that is the bucket. Mixed buckets, as those of keys, are dealt to S shards by their remainder of S:
+    those that share a partition have one remainder of 240, so each partition is of one shard for every S that divides
+    240, and a shard's are neighbours if S is 2, 4, 8 or 16. The last 16 partitions stay empty.
     """
     numbers = np.arange(buckets.count)
-    partitions = numbers if buckets.seed is None else _MIXED_PARTITION.take(numbers % _MIXED_PARTITION.size)
+    partitions = numbers if buckets.count <= NUM_PARTITIONS else _MIXED_PARTITION.take(numbers % _MIXED_PARTITION.size)
     return partitions.astype(np.uint8)
 
 

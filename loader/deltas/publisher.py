@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -234,10 +235,16 @@ class AsyncDeltaPublisher:
             await self._append(batch, partitions_of(table, batch.rows))
 
     async def _check_capacity(self) -> None:
-        """Raise DeltaError (`key_capacity`) if a node reports that it has refused keys of this stream."""
+        """Raise DeltaError (`key_capacity`) if a node with the live version has refused keys of this stream."""
+        wanted = await self._again(lambda: self._fleet.wanted_model(self._model))
+        live = None if wanted is None else wanted.live
         for node in await self._again(self._fleet.nodes):
             for report in node.versions:
-                if report.model == self._model and report.delta_refusal == "key_capacity":
+                is_full = report.model == self._model and report.delta_refusal == "key_capacity"
+                if not is_full or live not in (None, report.version):
+                    continue
+                record = await self._again(partial(self._fleet.version, self._model, report.version))
+                if record is not None and record.delta_base == self._delta_base:
                     problem = f"node {node.node_id} follows no further: {report.reason}"
                     raise DeltaError(problem, kind=report.delta_refusal)
 

@@ -109,6 +109,9 @@ class RowBuckets:
     def rows_below(self, edges: Int64Array) -> Int64Array:
         """Count, for each edge, int64 [m], the rows below it in each bucket: int64 [m, count]."""
         buckets = np.arange(self.count, dtype=np.int64)
+        if self.by_key:
+            # An even share each.
+            return np.diff(np.arange(self.count + 1) * edges[:, None] // self.count, axis=1)
         if self.seed is None:
             # Where there are fewer rows than buckets a shift of 0 leaves one for each bucket.
             return np.clip(edges[:, None] - (buckets << self.bucket_shift), 0, 1 << self.bucket_shift)
@@ -119,9 +122,7 @@ class RowBuckets:
         return runs[:, None] + is_below
 
     def rows_per_bucket(self) -> Int64Array:
-        """Count the rows of each bucket, int64 [count]; of keys an even share each."""
-        if self.by_key:
-            return np.diff(np.arange(self.count + 1, dtype=np.int64) * self.num_rows // self.count)
+        """Count the rows of each bucket, int64 [count]."""
         return self.rows_below(np.array([self.num_rows])).reshape(-1)
 
     def first_slots(self) -> Int64Array:

@@ -170,9 +170,9 @@ def version_record(snapshot: Snapshot, published_at: float) -> PublishedVersion:
 
 
 def rows_bytes_of(spec: ModelSpec) -> int:
-    """Return the bytes of all rows of one copy."""
+    """Return the bytes of all rows of one copy, and of keys: as many as there may be."""
     stored = ((table, RowCodec(table.dtype, table.embedding_dim)) for table in spec.stored_tables)
-    return sum(codec.row_bytes * table.num_embeddings for table, codec in stored)
+    return sum((codec.row_bytes + table.key_bytes) * table.num_embeddings for table, codec in stored)
 
 
 async def stream_end(fleet: FleetRegistry, model: str, delta_base: int) -> int:

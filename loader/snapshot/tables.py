@@ -34,6 +34,8 @@ MAX_NAME_LENGTH = 128
 # Lists end at their first bad item, so that a list of a million bad ones costs one error.
 FAIL_FAST = FailFast()
 _ID_MASK = (1 << 63) - 1
+KEY_BYTES = 20
+"""Of each key that a table may have, in the index of a node: 12 for an entry, of which at most 0.6 are used."""
 
 
 class Frozen(BaseModel):
@@ -138,6 +140,11 @@ class TableSpec(Frozen):
     def last_value(self) -> int:
         """Return the largest number, as an unsigned one of 64 bits, that names a row: any of a table with keys."""
         return self.num_embeddings - 1 if self.keys is None else 2**64 - 1
+
+    @property
+    def key_bytes(self) -> int:
+        """Return what a row takes in memory beside the row: of a table with keys."""
+        return 0 if self.keys is None else KEY_BYTES
 
     @property
     def slice_dims(self) -> tuple[int, ...]:

@@ -285,7 +285,8 @@ def _small_files(
     mapped = {name for name, table in logical.items() if table.id_mapping.kind == "vocabulary"}
     divided = {table.name: table for table in spec.divided if table.num_classes > 1}
     _check_names("vocabularies (--vocabulary TABLE=FILE)", set(vocabularies), mapped)
-    _check_names("access_counts", set(access_counts), set(access_counts) & set(tables))
+    countable = {name for name, table in tables.items() if table.keys is None}
+    _check_names("access_counts (of tables without keys)", set(access_counts), set(access_counts) & countable)
     _check_names("row_classes", set(row_classes), set(divided))
     files: dict[str, Tensors] = {}
     for name, vocabulary in vocabularies.items():

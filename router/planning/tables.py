@@ -82,7 +82,7 @@ def _lookup_us(fleet: CapacityOptions, table: TableSpec, dim: int) -> float:
 
 
 def _row_bytes(table: TableSpec, dim: int) -> int:
-    return RowFormat.of(table.dtype, dim).stride + PLACE_BYTES
+    return RowFormat.of(table.dtype, dim).stride + PLACE_BYTES + table.key_bytes
 
 
 class TablePlanner:

@@ -53,6 +53,7 @@ _COUNTERS = {
         "Values that kernels found to name no row of their table, or one that is on no card; pooled as zeros.",
         (*_NODE, "reason"),
     ),
+    "delta_absent_keys": ("Keys that deltas were to delete and that were not there.", _NODE),
     "delta_forks": (
         "Times that a node's deltas were not those of their stream any more: its rows are replaced.",
         _NODE,
@@ -270,5 +271,6 @@ def node_samples(model: str, replica: str, info: NodeInfo, now: float) -> Iterat
             yield "delta_sequence", node, served.delta_sequence
             yield "delta_lag", node, served.delta_lag
             yield "delta_forks", node, served.delta_forks
+            yield "delta_absent_keys", node, served.absent_keys
             if (seconds := staleness_s(served, now)) is not None:
                 yield "delta_staleness_seconds", node, seconds

@@ -23,7 +23,8 @@ from shard_node.buckets import ALL_BITS, Partition
 from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace
 from shard_node.engine.base import Engine
 from shard_node.engine.cpu import CpuEngine
-from shard_node.engine.keyed_tables import KeyedTables
+from shard_node.engine.key_index import index_bytes
+from shard_node.engine.keyed_tables import KeyedTables, capacities_here
 from shard_node.engine.memory import Claim, RowMemory, choose_tiers
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
@@ -89,7 +90,9 @@ class ArenaLoad(TableLoad):
         self._buckets = [RowBuckets.of(table) for table in layout.tables]
         self._bucket_rows = [buckets.rows_per_bucket() for buckets in self._buckets]
         local = {number: self._cards[number] >= 0 for number in layout.is_keyed.nonzero()[0].tolist()}
-        self._keyed = KeyedTables(layout, local) if local else None
+        self._local, self._capacity = local, capacities_here(layout, local)
+        self._key_bytes = index_bytes(self._capacity.values())
+        self._keyed: KeyedTables | None = None
         # Which rows of each file are here, of tables with keys; then their rows by bucket are what there is.
         self._orders = {number: self._orders_of(number) for number in local}
         for number, orders in self._orders.items():
@@ -109,7 +112,7 @@ class ArenaLoad(TableLoad):
 
     def take(self, memory: RowMemory) -> Sequence[Claim]:
         """As `TableLoad.take`."""
-        claim = memory.take(self._total_bytes + (self._keyed.size_bytes if self._keyed is not None else 0))
+        claim = memory.take(self._total_bytes + self._key_bytes)
         self._claim_pages = partial(memory.take, into=claim)
         return [claim]
 
@@ -117,6 +120,7 @@ class ArenaLoad(TableLoad):
         """As `TableLoad.build`."""
         self._progress = progress
         progress("load", 0, self._total_bytes)
+        self._keyed = KeyedTables(self._layout, self._local) if self._local else None
         places: list[TablePlace] = []
         group_arenas: list[range] = []
         for group in self._layout.groups:
@@ -141,9 +145,9 @@ class ArenaLoad(TableLoad):
 
     def _choose_tiers(self, table_bytes: list[int], budget_bytes: int | None) -> list[Literal["ram", "mapped"]]:
         """Choose the tables in RAM: all that have keys, as they have to grow. Raises MemoryBudgetError."""
-        if self._keyed is None or budget_bytes is None:
+        if not self._local or budget_bytes is None:
             return choose_tiers(table_bytes, budget_bytes)
-        needed = self._keyed.size_bytes + sum(table_bytes[number] for number in self._orders)
+        needed = self._key_bytes + sum(table_bytes[number] for number in self._orders)
         if needed > budget_bytes:
             raise MemoryBudgetError(f"tables with keys take {needed} bytes of RAM, the memory budget is {budget_bytes}")
         others = [0 if number in self._orders else size for number, size in enumerate(table_bytes)]
@@ -158,15 +162,15 @@ class ArenaLoad(TableLoad):
             if self._tiers[number] != "ram":
                 continue
             cards, rows = self._cards[number], self._bucket_rows[number]
-            if self._keyed is not None and number in self._orders:
+            if number in self._orders:
                 # Address space for all keys that there may be: memory is taken by those that come.
-                spare_rows += 1 + self._keyed.capacity[number] - int(rows[cards >= 0].sum())
+                spare_rows += 1 + self._capacity[number] - int(rows[cards >= 0].sum())
             is_local = cards >= 0
             of_cards = np.bincount(cards[is_local], rows[is_local]).astype(np.int64)
             for card in np.flatnonzero(of_cards).tolist():
                 bytes_of_cards[card] = bytes_of_cards.get(card, 0) + int(of_cards[card]) * row_bytes
         num_rows = sum(bytes_of_cards.values()) // row_bytes + spare_rows
-        filling = _Filling(len(self._arenas), allocate_rows(num_rows, row_bytes))
+        filling = _Filling(len(self._arenas), allocate_rows(num_rows, row_bytes, is_reserved=spare_rows > 0))
         if num_rows:
             self._arenas.append(Arena(table.dtype, table.embedding_dim, filling.rows, bytes_of_cards, "ram"))
         return filling
@@ -194,6 +198,9 @@ class ArenaLoad(TableLoad):
     def _place_keyed(self, number: int, filling: _Filling) -> TablePlace:
         table, is_local, keyed = self._layout.tables[number], self._cards[number] >= 0, self._keyed
         assert keyed is not None
+        if (num_keys := int(self._bucket_rows[number][is_local].sum())) > (allowed := keyed.capacity[number]):
+            problem = f"{num_keys} keys in the buckets that are here, at most {allowed} are allowed of its capacity"
+            raise SnapshotCorruptError(f"{self._snapshot.path}: table {table.name!r}: {problem}")
         first = filling.next_slot
         filling.rows[first] = self._snapshot.missing_row(table.name)
         for index, order in enumerate(self._orders[number]):

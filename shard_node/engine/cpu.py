@@ -273,8 +273,8 @@ class CpuEngine:
         for arena in self._arenas:
             for card, size_bytes in arena.bytes_of_cards.items():
                 totals[card, arena.tier] = totals.get((card, arena.tier), 0) + size_bytes
-        if self._private_bytes:
-            totals[0, "ram"] = totals.get((0, "ram"), 0) + self._private_bytes
+        if more := self._private_bytes + (0 if self._keyed is None else self._keyed.size_bytes):
+            totals[0, "ram"] = totals.get((0, "ram"), 0) + more
         return tuple(MemoryUse(card, tier, size) for (card, tier), size in sorted(totals.items()))
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
@@ -295,6 +295,8 @@ class CpuEngine:
         arenas, self._arenas = self._arenas, []
         for arena in arenas:
             arena.free()
+        if self._keyed is not None:
+            self._keyed.close()
 
 
 def _slice_keys(bags: Bags, first: int, end: int) -> Bags:

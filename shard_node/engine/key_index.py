@@ -20,14 +20,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.memory import allocate_rows
+from loader.memory import HUGE_PAGE_BYTES, allocate_rows, give_back
 from shard_node.bags import Int64Array
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,11 @@ _SOURCE: Final = Path(__file__).with_name("find_keys.c")
 def num_entries(capacity: int) -> int:
     """Return how many entries a table has that may have so many keys: one is always empty."""
     return int(capacity / MAX_LOAD) + 2
+
+
+def index_bytes(capacities: Iterable[int]) -> int:
+    """Return the memory that an index takes."""
+    return ENTRY_BYTES * sum(map(num_entries, capacities))
 
 
 class KeyIndex:
@@ -73,6 +78,11 @@ class KeyIndex:
     def size_bytes(self) -> int:
         """Memory that it takes."""
         return self._entries.nbytes
+
+    def free(self) -> None:
+        """Give the memory back. Nobody may need it."""
+        if self._entries.nbytes >= HUGE_PAGE_BYTES:
+            give_back(self._entries.view(np.uint8))
 
     def find(self, tables: npt.NDArray[np.integer], keys_per_table: Int64Array, keys: Int64Array) -> Int64Array:
         """Find the slot of each key, int64 [n], table by table: `ABSENT` for one that is not there.
@@ -177,28 +187,37 @@ def _next(at: Int64Array, first: Int64Array, size: Int64Array) -> Int64Array:
     return np.where(following == first + size, first, following)
 
 
+def _build(library: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise OSError("there is no C compiler")
+    with tempfile.TemporaryDirectory(dir=library.parent) as work:
+        built = Path(work) / library.name
+        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(built), str(_SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        # In one step: another process may do the same.
+        built.replace(library)
+
+
 @functools.cache
 def native_find() -> Callable[..., None] | None:
     """Return the compiled `find_keys`, built for this user before or now; None, with a line in the log, without."""
     source = _SOURCE.read_bytes()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardrank"
-    library = folder / f"find_keys-{hashlib.sha256(source).hexdigest()[:16]}.so"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardrank"
+        library = folder / f"find_keys-{hashlib.sha256(source).hexdigest()[:16]}.so"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise OSError(f"{folder} is another user's")
+        if (status := folder.stat()).st_uid != os.getuid() or status.st_mode & 0o022:
+            raise OSError(f"{folder} is another user's, or others may write to it")
         if not library.exists():
-            compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-            if compiler is None:
-                raise OSError("there is no C compiler")
-            with tempfile.TemporaryDirectory(dir=folder) as work:
-                built = Path(work) / library.name
-                command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(built), str(_SOURCE)]
-                subprocess.run(command, check=True, capture_output=True, timeout=60)
-                # In one step: another process may do the same.
-                built.replace(library)
-        found = ctypes.CDLL(str(library)).find_keys
-    except (OSError, subprocess.SubprocessError) as error:
+            _build(library)
+        try:
+            found = ctypes.CDLL(str(library)).find_keys
+        except (OSError, AttributeError):
+            # Cut short when the machine stopped: the next process builds it again.
+            library.unlink(missing_ok=True)
+            raise
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         logger.info("keys are found by NumPy, at several times the cost of compiled code: %s", error)
         return None
     found.restype = None

@@ -18,6 +18,7 @@ from loader.errors import DeltaError
 from loader.snapshot.buckets import key_buckets
 from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.engine.key_index import ABSENT, KeyIndex
+from shard_node.errors import InvalidBagsError
 
 MISSING_ROW: Final = 0
 _CHANCE_SIGMAS, _CHANCE_KEYS = 6, 16
@@ -32,6 +33,14 @@ def capacity_here(capacity: int, num_local: int, num_buckets: int) -> int:
     share = math.ceil(capacity * num_local / num_buckets)
     chance = _CHANCE_KEYS + math.ceil(_CHANCE_SIGMAS * math.sqrt(share))
     return min(capacity, _MOST_KEYS, share + chance) if num_local else 0
+
+
+def capacities_here(layout: TableLayout, is_local: Mapping[int, npt.NDArray[np.bool_]]) -> dict[int, int]:
+    """Return how many keys a node takes of each table with keys, by number; `is_local`, bool [buckets], is by table."""
+    return {
+        table: capacity_here(layout.tables[table].num_embeddings, int(local.sum()), local.size)
+        for table, local in is_local.items()
+    }
 
 
 class Upsert(NamedTuple):
@@ -56,14 +65,12 @@ class KeyedTables:
         # The number of each table among those with keys; 0 of others, for which nobody asks.
         self._number = np.zeros(len(layout.tables), np.int64)
         self._number[list(is_local)] = np.arange(len(is_local))
-        self.capacity = {
-            table: capacity_here(layout.tables[table].num_embeddings, int(local.sum()), local.size)
-            for table, local in is_local.items()
-        }
+        self._local_buckets = np.stack(list(is_local.values()))
+        self.capacity = capacities_here(layout, is_local)
         self._index = KeyIndex(list(self.capacity.values()))
         # Rows that were ever used, the one for missing keys among them, and those of them that are free again.
         self.used = dict.fromkeys(self.capacity, 1)
-        self._free = {table: np.zeros(0, np.int64) for table in self.capacity}
+        self._free = {table: _Rows() for table in self.capacity}
 
     @property
     def size_bytes(self) -> int:
@@ -83,13 +90,27 @@ class KeyedTables:
         if keyed.all():
             rows = self._index.find(self._number[bags.keys], values_per_key, wide)
             missing = _replace_absent(rows)
+            self._check_local(bags, missing)
             return bags.with_values(rows, bags.weights), missing
         at = keyed.repeat(values_per_key).nonzero()[0]
         found = self._index.find(self._number[bags.keys[keyed]], values_per_key[keyed], wide.take(at))
-        missing = _replace_absent(found)
+        missing = at.take(_replace_absent(found))
+        self._check_local(bags, missing)
         rows = wide.copy() if wide is bags.values else wide
         rows[at] = found
-        return bags.with_values(rows, bags.weights), at.take(missing)
+        return bags.with_values(rows, bags.weights), missing
+
+    def _check_local(self, bags: Bags, missing: Int64Array) -> None:
+        """Raise InvalidBagsError if a missing key is another node's, which alone can say that it is missing."""
+        if not missing.size:
+            return
+        tables = bags.keys[np.searchsorted(bags.value_starts(), missing, side="right") - 1]
+        keys = bags.values.take(missing)
+        elsewhere = ~self._local_buckets[self._number[tables], key_buckets(keys)]
+        if elsewhere.any():
+            which = int(elsewhere.argmax())
+            table = self._layout.tables[int(tables[which])].name
+            raise InvalidBagsError(f"key {int(keys[which])} of table {table!r} is not on this node")
 
     def find(self, table: int, keys: Int64Array) -> Int64Array:
         """Return the row of each key of one table, int64 [n]; `ABSENT` for one that is missing."""
@@ -106,7 +127,7 @@ class KeyedTables:
         """
         rows = self.find(table, keys)
         is_new = rows == ABSENT
-        num_new, free = int(is_new.sum()), self._free[table]
+        num_new = int(is_new.sum())
         if (total := self.num_keys(table) + num_new) > self.capacity[table]:
             spec = self._layout.tables[table]
             raise DeltaError(
@@ -115,26 +136,46 @@ class KeyedTables:
                 kind="key_capacity",
             )
         # The last freed first, then rows that were never used.
-        again = free[max(0, free.size - num_new) :][::-1]
-        never = np.arange(self.used[table], self.used[table] + num_new - again.size)
-        rows[is_new] = np.concatenate([again, never])
+        again = self._free[table].last(num_new)
+        rows[is_new] = np.concatenate([again, np.arange(num_new - again.size) + self.used[table]])
         return Upsert(rows, is_new)
 
     def insert(self, table: int, keys: Int64Array, planned: Upsert) -> None:
         """Give planned keys their rows: all of a plan, or pieces of it one after the other. No lookup may run."""
-        rows, free = planned.rows[planned.is_new], self._free[table]
+        rows = planned.rows[planned.is_new]
         self._index.insert(int(self._number[table]), keys[planned.is_new], rows)
-        fresh = int((rows >= self.used[table]).sum())
-        self.used[table] += fresh
-        self._free[table] = free[: free.size - (rows.size - fresh)]
+        never = int((rows >= self.used[table]).sum())
+        self.used[table] += never
+        self._free[table].size -= rows.size - never
 
     def remove(self, table: int, keys: Int64Array) -> npt.NDArray[np.bool_]:
         """Take out keys, int64 [n], none twice, and free their rows; return which were there. No lookup may run."""
         rows = self.find(table, keys)
         was_here: npt.NDArray[np.bool_] = rows != ABSENT
         self._index.remove(int(self._number[table]), keys[was_here])
-        self._free[table] = np.concatenate([self._free[table], rows[was_here]])
+        self._free[table].add(rows[was_here])
         return was_here
+
+    def close(self) -> None:
+        """Give the memory of the keys back. Nobody may need it."""
+        self._index.free()
+
+
+class _Rows:
+    """A stack of rows."""
+
+    def __init__(self) -> None:
+        self._rows, self.size = np.zeros(0, np.int64), 0
+
+    def add(self, rows: Int64Array) -> None:
+        if (size := self.size + rows.size) > self._rows.size:
+            self._rows = np.resize(self._rows, 2 * size)
+        self._rows[self.size : size] = rows
+        self.size = size
+
+    def last(self, count: int) -> Int64Array:
+        """Return so many of them, if there are, the last first."""
+        return self._rows[max(0, self.size - count) : self.size][::-1]
 
 
 def _replace_absent(rows: Int64Array) -> Int64Array:

@@ -6,17 +6,27 @@ import numpy as np
 import pytest
 
 from loader.errors import DeltaError
+from loader.snapshot.buckets import key_buckets
+from loader.snapshot.codecs import RowCodec
+from loader.snapshot.manifest import FeatureSpec
+from loader.snapshot.reader import Snapshot
 from router.router import Router
 from shard_node.engine.base import Engine
+from shard_node.errors import InvalidBagsError
+from shardrank_testing.bags import bags_of
 from shardrank_testing.keyed_tables import CAPACITY, KeyedModel, random_keys
+from shardrank_testing.snapshots import model_of, table_of, write_snapshot
 from shardrank_testing.topologies import Topology, local_router, lookup, make_node, remote_router
 
 TOPOLOGIES = [Topology(), Topology(cards=4), Topology(shards=3), Topology(shards=4, cards=4)]
 
 
+def engines_at(router: Router, snapshot: Snapshot) -> list[Engine]:
+    return [shard.node.generations.payload("m", snapshot.version).engine for shard in router._shards]
+
+
 def engines_of(router: Router, model: KeyedModel) -> list[Engine]:
-    version = model.snapshot.version
-    return [shard.node.generations.payload("m", version).engine for shard in router._shards]
+    return engines_at(router, model.snapshot)
 
 
 def change(model: KeyedModel, engines: list[Engine], table: str) -> None:
@@ -47,6 +57,60 @@ async def test_lookups_give_what_a_dict_gives_while_keys_come_and_go(tmp_path, t
         for table in model.keyed:
             change(model, engines_of(router, model), table)
     await router.close()
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology(shards=3, sharding="table"),
+        Topology(shards=2, replicate_bytes=1 << 30),
+        Topology(shards=2, replicate_bytes=3000),
+    ],
+    ids=["by table", "replicated", "some replicated"],
+)
+async def test_tables_that_one_shard_has_or_every_shard(tmp_path, topology):
+    """Of a table with one owner no bucket is asked for, whatever the key's sign."""
+    model = KeyedModel(tmp_path, seed=9)
+    router = local_router(model.snapshot, topology)
+    for _ in range(20):
+        bags = model.bags(max_bags=8)
+        model.check(bags, await lookup(router, model.snapshot, bags))
+
+
+async def test_slices_that_miss_different_keys_leave_them_out_together(tmp_path):
+    """A delta that one slice's shard has applied, and the other's not yet: no row is made of two keys' halves."""
+    pooling = {"pooling": "none", "missing": "skip", "column_dims": (4, 4)}
+    spec = model_of([table_of("wide", 50, 8, "wide", keys="int64", **pooling), table_of("z", 20, 4, "z")])
+    spec = spec.model_copy(update={"features": tuple(FeatureSpec(name=name, side="context") for name in ("wide", "z"))})
+    keys, rows = np.array([10, 11]), np.arange(16, dtype=np.float32).reshape(2, 8)
+    tables = {"wide": rows, "z": np.full((20, 4), -1, np.float32)}
+    path, _ = write_snapshot(tmp_path, spec, tables=tables, keys={"wide": keys})
+    snapshot = Snapshot.open(path)
+    router = local_router(snapshot, Topology(shards=2, sharding="table"))
+    layout, schema = router.schema.layout, router.schema
+    for number in layout.slices["wide"]:
+        of_slice = layout.tables[number]
+        for engine in engines_at(router, snapshot):
+            stored = RowCodec(of_slice.dtype, 4).encode(np.full((1, 4), 9.0, np.float32))
+            if engine.update_keys((number,), np.array([50]), stored)[0]:
+                break
+        bags = bags_of({schema.index["wide"]: [[10, 50, 11]], schema.index["z"]: [[3]]})
+        found = await lookup(router, snapshot, bags)
+        complete = number == layout.slices["wide"][-1]
+        expected = [rows[0], np.full(8, 9.0), rows[1]] if complete else [rows[0], rows[1]]
+        np.testing.assert_allclose(found.feature(schema.index["wide"]), expected, atol=0.1)
+        np.testing.assert_allclose(found.feature(schema.index["z"]), [[-1] * 4], atol=0.01)
+        assert found.missing.id.tolist() == ([] if complete else [50])
+
+
+async def test_a_node_is_asked_for_its_own_keys_alone(tmp_path):
+    model = KeyedModel(tmp_path)
+    plan = Topology(shards=2).plan(model.spec)
+    node = make_node(model.snapshot, plan, 0)
+    number = model.schema.layout.index["films"]
+    others = [key for key in range(99) if plan.shard_of_bucket[number][key_buckets(np.array([key]))[0]] == 1]
+    with pytest.raises(InvalidBagsError, match=rf"key {others[0]} of table 'films' is not on this node"):
+        node.pool("m", model.snapshot.version, bags_of({number: [[others[0]]]}))
 
 
 async def test_shards_behind_sockets_tell_which_keys_are_missing(tmp_path):

@@ -9,10 +9,12 @@ import pytest
 
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import fingerprint_strings
+from loadtest.workloads.prepare import as_golden
 from serving.client import AsyncClient
-from serving.embedded import ModelSource, load_served_model
+from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.rank.service import RankingService
 from shardrank_testing.nodes import until
+from shardrank_testing.parsing import parse_json
 from shardrank_testing.ranking import random_tensors
 from shardrank_testing.serving_api import Api, running_api
 from shardrank_testing.snapshots import random_rows, table_of, write_snapshot
@@ -64,6 +66,23 @@ async def api(snapshot):
     async with running_api(service) as api:
         yield api
     service.close()
+
+
+def test_golden_requests_may_have_any_key(snapshot, tmp_path):
+    """Such as are missing too: training scores what it would serve."""
+    path, tables = snapshot
+    service = RankingService()
+    served = load_served_model(ModelSource(snapshot=path, dtype="float32"), service)
+    with Ranker.open(path, dtype="float32") as ranker:
+        scores = ranker.rank("keyed", **REQUEST).scores
+    golden = as_golden(served.schema, [parse_json(served.schema, REQUEST)], scores)
+    served.close()
+    keys, dense = {"films": FILMS, "shops": SHOPS}, random_tensors(SPEC, 0)
+    options = {"tables": tables, "keys": keys, "dense": dense, "golden": golden, "golden_tolerance": 1e-4}
+    again, _ = write_snapshot(tmp_path, SPEC, **options)
+    checked = load_served_model(ModelSource(snapshot=again, dtype="float32"), service)
+    assert checked.checked.difference < 1e-5
+    checked.close()
 
 
 def told(missing) -> dict[str, dict[str, list[int]]]:
