@@ -11,7 +11,7 @@ from loadtest.gpu.rows import (
     GATHER_KERNELS,
     SOURCE,
     WITHOUT_PLACES,
-    Bags,
+    CardBags,
     RandomGather,
     RowsOnCard,
     WrongAnswerError,
@@ -54,13 +54,13 @@ def test_a_wrong_place_is_found(rows, monkeypatch, place):
     memory = rows._places(2)
     rows.card.tensor(memory, 0, (1,), torch.int32).fill_(place)
     monkeypatch.setattr(rows, "_places", lambda num_cards: memory)
-    bags = Bags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5)
+    bags = CardBags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5)
     with bags, pytest.raises(WrongAnswerError, match=r"dim 16, 2 bags of 5, 2 cards: a bag is .* off"):
         bags.check(2, 0)
 
 
 def test_unwritten_elements_are_found(rows):
-    with Bags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5) as bags:
+    with CardBags(rows, uploaded(rows, np.zeros(10)), batch=2, hotness=5) as bags:
         rows.card.tensor(bags._runs, 8, (1,), torch.int32).zero_()  # The first run has no bag instead of one.
         with pytest.raises(WrongAnswerError, match="a bag is nan off"):
             bags.check(1, 0)
