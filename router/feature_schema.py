@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
 from loader.snapshot.tables import AnyTable, TableSpec
+from loader.snapshot.vocabularies_and_counts import id_type_is_string
 from shard_node.bags import Int32Array, Int64Array, TableLayout
 
 
@@ -136,7 +137,7 @@ class FeatureSchema:
     @cached_property
     def string_features(self) -> frozenset[str]:
         """Features whose ids are strings in a request."""
-        return frozenset(feature.name for feature in self.features if is_of_strings(self.spec.table_of(feature.name)))
+        return frozenset(feature.name for feature in self.features if _has_strings(self.spec.table_of(feature.name)))
 
     @cached_property
     def digest(self) -> str:
@@ -150,6 +151,6 @@ class FeatureSchema:
         return hashlib.sha256(json.dumps([features, widths]).encode()).hexdigest()[:32]
 
 
-def is_of_strings(table: AnyTable) -> bool:
-    """Tell whether ids of a table are strings: of a vocabulary, or of keys that are fingerprints."""
-    return "string" in (getattr(table.id_mapping, "id_type", ""), getattr(table, "keys", ""))
+def _has_strings(table: AnyTable) -> bool:
+    # Of a vocabulary, or of keys that are fingerprints.
+    return id_type_is_string(table) or (isinstance(table, TableSpec) and table.keys == "string")

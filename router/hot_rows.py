@@ -149,7 +149,8 @@ class HotSet:
             # Of tables with keys there are no copies, and a key may be as large as any other table's row is here.
             keys[self._layout.is_keyed[bags.keys].repeat(bags.values_per_key())] = _EMPTY
         at, is_hit = self._index.find(keys)
-        is_hit &= keys != _EMPTY
+        if self._layout.has_keys:
+            is_hit &= keys != _EMPTY
         return HotLookup(self, keys, at, is_hit)
 
     def answer(self, part: Part, at: Int64Array, forms: ReplyEncoding) -> Answer:

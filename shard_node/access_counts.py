@@ -76,17 +76,15 @@ class LookupSampler:
             values_per_key: int64 [S].
             values: integers [n], the rows, key by key; the caller has checked that they are in their tables.
         """
-        if self._layout.has_keys:
-            # Rows by key have no number that would tell them apart from other tables' rows.
-            is_counted = ~self._layout.is_keyed[tables]
-            values = values[is_counted.repeat(values_per_key)]
-            tables, values_per_key = tables[is_counted], values_per_key[is_counted]
+        # Rows by key have no number that would tell them apart from other tables' rows.
+        is_counted = ~self._layout.is_keyed[tables] if self._layout.has_keys else None
+        size = values.size if is_counted is None else int(values_per_key[is_counted].sum())
         with self._lock:
-            self.lookups += values.size
+            self.lookups += size
             # One of `sample_every`, at a random place: a fixed one would meet periodic traffic out of step.
             if self._position == 0:
                 self._chosen = int(self._rng.integers(self._sample_every))
-            is_chosen = self._position == self._chosen and values.size > 0
+            is_chosen = self._position == self._chosen and size > 0
             self._position = (self._position + 1) % self._sample_every
         if not is_chosen:
             return
@@ -95,6 +93,9 @@ class LookupSampler:
                 self._folder = threading.Thread(target=self._counter.fold, daemon=True)
                 self._folder.start()
             return
+        if is_counted is not None:
+            values = values[is_counted.repeat(values_per_key)]
+            tables, values_per_key = tables[is_counted], values_per_key[is_counted]
         amount = 1
         if values.size > self._max_values:
             # A whole number that is right in the mean.

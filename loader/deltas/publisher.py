@@ -236,17 +236,22 @@ class AsyncDeltaPublisher:
 
     async def _check_capacity(self) -> None:
         """Raise DeltaError (`key_capacity`) if a node with the live version has refused keys of this stream."""
+        nodes = await self._again(self._fleet.nodes)
+        full = [
+            (node, report)
+            for node in nodes
+            for report in node.versions
+            if report.model == self._model and report.delta_refusal == "key_capacity"
+        ]
+        if not full:
+            return
         wanted = await self._again(lambda: self._fleet.wanted_model(self._model))
-        live = None if wanted is None else wanted.live
-        for node in await self._again(self._fleet.nodes):
-            for report in node.versions:
-                is_full = report.model == self._model and report.delta_refusal == "key_capacity"
-                if not is_full or live not in (None, report.version):
-                    continue
-                record = await self._again(partial(self._fleet.version, self._model, report.version))
-                if record is not None and record.delta_base == self._delta_base:
-                    problem = f"node {node.node_id} follows no further: {report.reason}"
-                    raise DeltaError(problem, kind=report.delta_refusal)
+        for node, report in full:
+            record = await self._again(partial(self._fleet.version, self._model, report.version))
+            is_live = wanted is None or wanted.live in (None, report.version)
+            if is_live and record is not None and record.delta_base == self._delta_base:
+                problem = f"node {node.node_id} follows no further: {report.reason}"
+                raise DeltaError(problem, kind=report.delta_refusal)
 
     @property
     def pruned_updates(self) -> Mapping[str, AccessCounts]:
