@@ -430,13 +430,13 @@ async def test_rows_at_a_sequence_come_from_a_node_that_has_it(fleet):
 async def test_a_cancelled_lookup_is_dropped_and_its_timer_too(fleet):
     await fleet.start(1, 9)
     link = await fleet.link(0, to=9)
-    shard = await fleet.connected(0, 1, hedge_after_ms=20)
+    shard = await fleet.connected(0, 1, hedge_after_ms=200)
     link.opened.clear()
     lookups = [asyncio.create_task(fleet.ask(shard)) for _ in range(2)]
     await until(lambda: fleet.lookups[9] == 1)
     for lookup in lookups:
         lookup.cancel()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)
     assert fleet.events == []
     assert fleet.clients[0][0].connection.is_idle
     # A reply that is not awaited any more is dropped, and the connection is used again.
