@@ -26,7 +26,7 @@ from loader.registry.fleet import delta_stream
 from loader.snapshot.publishing import register, retain
 from loader.snapshot.reader import Snapshot
 from loader.stores import open_store
-from loadtest.bench.deltas import PUBLISHES_PER_S, training
+from loadtest.bench.deltas import PUBLISHES_PER_S, drawn_rows, training
 from loadtest.bench.harness import AT_RATE, Bench, BenchTable, Measure, Values, bench_command
 from loadtest.cli import side_split_option
 from loadtest.drill.config import UpdatingDrillConfig
@@ -118,7 +118,8 @@ class Changes:
     def row_updates(self, portal: BlockingPortal) -> AbstractContextManager[None]:
         """Publish changed rows, from another process."""
         spec, version = self._snapshot.spec, portal.call(self._fleet.live_version)
-        return training(self._fleet.registry.registry.url, spec.model, version, spec.tables[0], self._rows_per_s)
+        draw = partial(drawn_rows, spec.tables[0], self._rows_per_s)
+        return training(self._fleet.registry.registry.url, spec.model, version, draw)
 
     async def dense_steps(self, over: asyncio.Event) -> None:
         """Publish the dense weights, changed by one in a thousand."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.synchronize import Event
+from typing import Any, TypeAlias
 
 import click
 import numpy as np
@@ -55,27 +58,37 @@ MEASURES = (
 )
 
 
-def _train(url: str, model: str, version: int, table: TableSpec, rows_per_s: int, begun: Event, ended: Event) -> None:
-    rng = np.random.default_rng(1)
-    step = max(1, rows_per_s // PUBLISHES_PER_S)
-    # Drawn beforehand, since lookups share the processor.
-    drawn = [rng.choice(table.num_embeddings, step, replace=False) for _ in range(BATCHES)]
+Updates: TypeAlias = Callable[[], Iterable[Sequence[tuple[Any, ...]]]]
+"""Draws what is published each time: methods of a `DeltaPublisher` with their arguments."""
+
+
+def drawn_rows(table: TableSpec, rows_per_s: int) -> list[list[tuple[Any, ...]]]:
+    """Draw changed rows of a table."""
+    rng, step = np.random.default_rng(1), max(1, rows_per_s // PUBLISHES_PER_S)
     values = rng.standard_normal((step, table.embedding_dim), dtype=np.float32)
+    drawn = (rng.choice(table.num_embeddings, step, replace=False) for _ in range(BATCHES))
+    return [[("publish", table.name, rows, values)] for rows in drawn]
+
+
+def _train(url: str, model: str, version: int, draw: Updates, begun: Event, ended: Event) -> None:
+    # Drawn beforehand, since lookups share the processor.
+    updates = itertools.cycle(draw())
     with DeltaPublisher(url, model, version) as publisher:
         due = time.monotonic()
         while not ended.is_set():
-            publisher.publish(table.name, drawn[publisher.sequence % BATCHES], values)
+            for method, *arguments in next(updates):
+                getattr(publisher, method)(*arguments)
             begun.set()
             due += 1 / PUBLISHES_PER_S
             time.sleep(max(0.0, due - time.monotonic()))
 
 
 @contextmanager
-def training(url: str, model: str, version: int, table: TableSpec, rows_per_s: int) -> Iterator[None]:
-    """Have another process publish rows of a table, `PUBLISHES_PER_S` times a second. Raises LoadError if it fails."""
+def training(url: str, model: str, version: int, draw: Updates) -> Iterator[None]:
+    """Have another process publish updates, `PUBLISHES_PER_S` times a second. Raises LoadError if it fails."""
     context = multiprocessing.get_context("spawn")
     begun, ended = context.Event(), context.Event()
-    process = context.Process(target=_train, args=(url, model, version, table, rows_per_s, begun, ended), daemon=True)
+    process = context.Process(target=_train, args=(url, model, version, draw, begun, ended), daemon=True)
     process.start()
     try:
         if not begun.wait(WAIT_S):
@@ -195,7 +208,7 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, forked_rows: int, rows
 
         def with_deltas(number: int) -> Values:
             before = followed.deltas.now.rows
-            with training(url, MODEL, snapshot.version, snapshot.spec.tables[0], rows_per_s):
+            with training(url, MODEL, snapshot.version, partial(drawn_rows, snapshot.spec.tables[0], rows_per_s)):
                 _wait_for(lambda: followed.deltas.now.rows > before, "no deltas came")
                 first, started_at = followed.deltas.now.rows, time.perf_counter()
                 values = without_deltas(number)

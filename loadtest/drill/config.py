@@ -122,7 +122,8 @@ class OracleShape(Settings):
     items: int = Field(100_000, ge=16, description="Rows of the largest table.")
     users: int = 30_000
     tags: int = 1_000
-    embedding_dim: int = 16
+    embedding_dim: int = Field(16, ge=3, description="Of the rows.")
+    keyed: bool = Field(False, description="Rows are named by keys.")
 
 
 class FleetShape(Settings):
@@ -150,17 +151,27 @@ class FleetDrillConfig(OracleShape, FleetShape):
 class SwapDrillConfig(FleetDrillConfig):
     """Swap version A for B and back, again and again, under load.
 
-    No answer may fail, mix two versions or be wrong; latencies and memory are compared, too.
+    No answer may fail, mix two versions or be wrong; latencies and memory are compared, too. Keys are upserted and
+    deleted in the second pause, the fourth, and so on: with --upserts-per-s, if rows are named by keys.
 
     Examples:
       shardrank drill swap --json swap.json
       shardrank drill swap --strategy by-replica --registry redis
+      shardrank drill swap --keyed --upserts-per-s 50000 --swaps 6 --pause-s 20
     """
 
     swaps: int = Field(100, ge=1, description="Swaps.")
     strategy: Strategy = Field("beside", description="Of the rollouts.")
     pause_s: float = Field(3.0, gt=0, le=600, description="Time without a rollout between two swaps.")
+    upserts_per_s: int = Field(0, ge=0, description="Of keys, in every second pause; a tenth as many are deleted.")
+    max_ratio_p99_upserts: float = Field(1.25, ge=1, description="More than this times the steady p99 is a problem.")
     max_ratio_p99: float = Field(1.5, ge=1, description="More than this times the steady p99 is a problem.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.upserts_per_s and not self.keyed:
+            raise ValueError(f"upserts_per_s {self.upserts_per_s}: only rows named by keys are upserted: --keyed")
+        return self
 
 
 class CrashDrillConfig(FleetDrillConfig):

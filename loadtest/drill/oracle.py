@@ -16,13 +16,14 @@ for the b_f ids that came from the wrong version, the logit is off by 1023 d in 
 or t * 1023/1024 if the dense part alone is the wrong one. No logit leaves [-1, 2.5], so no sigmoid is saturated, and
 the smallest of these moves a score by 0.0029, against a tolerance of 0.00001.
 
-Odd versions are A, even ones B.
+Odd versions are A, even ones B. Tables of keyed oracles name row r by `ids_of`, any number of 64 bits; one id of 17 in
+their questions is a key that was never there, which adds nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -34,7 +35,7 @@ import torch
 from loader.errors import ShardrankError
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec, Side
-from loader.snapshot.row_source import ArrayRows
+from loader.snapshot.row_source import RowSource
 from loader.snapshot.tables import RowDtype, TableSpec
 from loader.snapshot.writer import export_snapshot
 from loadtest.drill.config import OracleShape
@@ -58,8 +59,14 @@ NUM_GOLDEN = 16
 MAX_HOTNESS = 8
 FREE_ROWS = 8
 """The last of each table are in no question."""
+ABSENT_SHARE = 16
+"""In questions to tables with keys, one more id for so many is of none."""
 MAX_CANDIDATES = 16
 MAX_LOOKUP_BAGS = 4
+
+BLOCK_ROWS = 1 << 16
+KEY_FACTOR, ROW_FACTOR = np.int64(-7046029254386353131), np.int64(-1018231460777725123)
+"""Odd, each the other's inverse modulo 2^64."""
 
 # Row dtype, and how many different numbers a row is made of: 32 * 1024 is the largest power of two that float16 holds.
 TABLES: dict[str, tuple[RowDtype, int]] = {"items": ("int8", 256), "users": ("fp32", 256), "tags": ("fp16", 32)}
@@ -81,12 +88,14 @@ def oracle_spec(shape: OracleShape) -> ModelSpec:
         tables=tuple(
             TableSpec(
                 name=name,
-                num_embeddings=getattr(shape, name),
+                num_embeddings=num_rows + (num_rows + 3) // 4 * shape.keyed,
+                keys="int64" if shape.keyed else None,
                 embedding_dim=shape.embedding_dim,
                 feature_names=tuple(feature for feature, (table, _, _) in FEATURES.items() if table == name),
                 dtype=dtype,
             )
             for name, (dtype, _) in TABLES.items()
+            for num_rows in [getattr(shape, name)]
         ),
         features=tuple(FeatureSpec(name=feature, side=side) for feature, (_, side, _) in FEATURES.items()),
         dense_model=DenseModelSpec(kind="mlp", config={"hidden": []}),
@@ -98,8 +107,23 @@ def letter_of(version: int) -> int:
     return (version + 1) % 2
 
 
+def rows_in(table: TableSpec) -> int:
+    """Return how many rows a version has when it is exported; a table with keys has room for a quarter more."""
+    return table.num_embeddings * 4 // 5 if table.keys else table.num_embeddings
+
+
+def ids_of(table: TableSpec, rows: Int64Array) -> Int64Array:
+    """Return what names rows, int64 [n]: their keys, or they themselves."""
+    return rows * KEY_FACTOR if table.keys else rows
+
+
+def _known(table: TableSpec, bag: Sequence[int]) -> Int64Array:
+    ids = np.array(bag, np.int64)
+    return ids[(ids * ROW_FACTOR).view(np.uint64) < table.num_embeddings] if table.keys else ids
+
+
 def version_rows(table: TableSpec, version: int, rows: Int64Array) -> Float32Array:
-    """Return rows of a version: float32 [n, dim], its factor times whole numbers from 1 to 256."""
+    """Return rows of a version by their ids: float32 [n, dim], its factor times whole numbers from 1 to 256."""
     _, codes = TABLES[table.name]
     dims = np.arange(table.embedding_dim, dtype=np.uint64)
     # Two rounds of a multiplicative hash: neighbours in row and dimension get unrelated codes.
@@ -110,6 +134,21 @@ def version_rows(table: TableSpec, version: int, rows: Int64Array) -> Float32Arr
     pattern[:, 0], pattern[:, -1] = 1.0, codes
     pattern *= FACTORS[letter_of(version)]
     return pattern
+
+
+class OracleRows(RowSource):
+    """A table's rows in a version, made as they are asked for."""
+
+    def __init__(self, table: TableSpec, version: int) -> None:
+        super().__init__(rows_in(table), table.embedding_dim)
+        self._table, self._version = table, version
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
+        """Yield blocks of up to `BLOCK_ROWS`, as `RowSource.blocks`."""
+        end = min(first_row + max_rows, self.num_embeddings)
+        for first in range(first_row, end, BLOCK_ROWS):
+            rows = np.arange(first, min(end, first + BLOCK_ROWS))
+            yield version_rows(self._table, self._version, ids_of(self._table, rows))
 
 
 def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -138,11 +177,12 @@ def write_oracle(spec: ModelSpec, store: Path, version: int, golden: GoldenReque
     weight = torch.zeros(1, dim * len(spec.features))
     # w_f / (K factor) in the column of each feature's dimension 0.
     weight[0, ::dim] = torch.from_numpy(FEATURE_WEIGHTS / LOGIT_SCALE) / float(FACTORS[letter])
-    tables = {table.name: version_rows(table, version, np.arange(table.num_embeddings)) for table in spec.tables}
+    keyed = [table for table in spec.tables if table.keys]
     return export_snapshot(
         store,
         spec,
-        rows={name: ArrayRows(rows) for name, rows in tables.items()},
+        rows={table.name: OracleRows(table, version) for table in spec.tables},
+        keys={table.name: ids_of(table, np.arange(rows_in(table))) for table in keyed},
         dense={"mlp.layers.0.weight": weight, "mlp.layers.0.bias": torch.tensor([STAMPS[letter]])},
         golden=golden or golden_requests(spec, version),
         golden_tolerance=GOLDEN_TOLERANCE,
@@ -160,7 +200,7 @@ class Question:
 
     Attributes:
         bags: of all features for rank, one for the context and one for each candidate; of some for lookup.
-        counts: int64, ids per bag: [candidates, features] for rank; [bags] for lookup, feature after feature.
+        counts: int64, ids per bag that are there: [candidates, features] for rank; [bags] for lookup, by feature.
         expected: float32 [2, values], the answers of A and B: scores, or all features' vectors one after the other.
     """
 
@@ -182,25 +222,32 @@ def make_questions(spec: ModelSpec, num_each: int, seed: int = 0) -> dict[Method
     def draw(sizes: Mapping[str, int]) -> Bags:
         bags: Bags = {}
         for name, size in sizes.items():
-            rows = tables[FEATURES[name][0]].num_embeddings - FREE_ROWS
-            lengths = rng.integers(1, 1 + MAX_HOTNESS, size).tolist()
-            bags[name] = [rng.integers(0, rows, length).tolist() for length in lengths]
+            table = tables[FEATURES[name][0]]
+            rows = rows_in(table) - FREE_ROWS
+            asked = rows + rows // ABSENT_SHARE if table.keys else rows
+            drawn = [rng.integers(0, asked, length) for length in rng.integers(1, 1 + MAX_HOTNESS, size)]
+            # Beyond the capacity, so that these keys never come.
+            bags[name] = [ids_of(table, bag + table.num_embeddings * (bag >= rows)).tolist() for bag in drawn]
         return bags
+
+    def known(bags: Bags) -> list[tuple[TableSpec, list[Int64Array]]]:
+        of_features = [(tables[FEATURES[name][0]], of_feature) for name, of_feature in bags.items()]
+        return [(table, [_known(table, bag) for bag in of_feature]) for table, of_feature in of_features]
 
     questions: dict[Method, list[Question]] = {"rank": [], "lookup": []}
     for _ in range(num_each):
         candidates = int(rng.integers(1, MAX_CANDIDATES + 1))
         bags = draw({name: 1 if side == "context" else candidates for name, (_, side, _) in FEATURES.items()})
-        lengths = [np.broadcast_to([len(bag) for bag in of_feature], candidates) for of_feature in bags.values()]
+        lengths = [np.broadcast_to([len(bag) for bag in of_feature], candidates) for _, of_feature in known(bags)]
         counts = np.stack(lengths, axis=1)
         scores = sigmoid(counts @ FEATURE_WEIGHTS / LOGIT_SCALE + np.array(STAMPS)[:, None])
         questions["rank"].append(Question("rank", bags, counts, scores.astype(np.float32)))
         chosen = rng.permutation(list(FEATURES))[: rng.integers(1, len(FEATURES) + 1)].tolist()
         bags = draw({name: int(rng.integers(1, MAX_LOOKUP_BAGS + 1)) for name in chosen})
         # Whole numbers below 2^24 even times 1024, so they are exact in any order.
-        rows = [(tables[FEATURES[name][0]], bag) for name, of_feature in bags.items() for bag in of_feature]
-        vectors = np.concatenate([version_rows(table, 1, np.array(bag)).sum(axis=0) for table, bag in rows])
-        counts = np.array([len(bag) for _, bag in rows])
+        rows = [(table, bag) for table, of_feature in known(bags) for bag in of_feature]
+        vectors = np.concatenate([version_rows(table, 1, bag).sum(axis=0) for table, bag in rows])
+        counts = np.array([bag.size for _, bag in rows])
         questions["lookup"].append(Question("lookup", bags, counts, FACTORS[:, None] * vectors))
     return questions
 

@@ -39,10 +39,13 @@ def run(folder: Path, arguments: str, *, exit_codes: tuple[int, ...] = (0,)) -> 
     return report
 
 
-def test_swap(tmp_path: Path):
+@pytest.mark.parametrize("rows", ["", "--keyed --upserts-per-s 500 --max-ratio-p99-upserts 1000 "])
+def test_swap(tmp_path: Path, rows: str):
     # How fast a busy machine answers is not what is tested here.
-    report = run(tmp_path, f"swap {SMALL}--swaps 2 --rate 10 --replicas 1 --pause-s 1 --max-ratio-p99 1000")
+    report = run(tmp_path, f"swap {SMALL}{rows}--swaps 2 --rate 10 --replicas 1 --pause-s 1 --max-ratio-p99 1000")
     assert report["swaps"] == 2
+    assert ("answers_during_upserts" in report) == bool(rows)
+    assert report.get("answers_during_upserts", 1) > 0
     assert report["answers"] > 24
     assert [report[key] for key in (*NOT_RIGHT, "stale")] == [0, 0, 0, 0]
     assert min(report["answers_steady"], report["answers_during_swap"]) > 0
@@ -66,8 +69,9 @@ def test_broken(tmp_path: Path):
 
 
 @pytest.mark.nightly
-def test_restart(tmp_path: Path):
-    report = run(tmp_path, f"restart {SMALL}--shards 1 --cards 1 --rate 40")
+@pytest.mark.parametrize("rows", ["", "--keyed "])
+def test_restart(tmp_path: Path, rows: str):
+    report = run(tmp_path, f"restart {SMALL}{rows}--shards 1 --cards 1 --rate 40")
     assert report["answers"] > 200
     assert [report[key] for key in NOT_RIGHT] == [0, 0, 0]
     restarts = report["restarts"]

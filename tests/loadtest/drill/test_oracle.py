@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from loader.snapshot.codecs import RowCodec
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import verify_snapshot
 from loadtest.drill.config import OracleShape
 from loadtest.drill.oracle import (
@@ -19,10 +20,12 @@ from loadtest.drill.oracle import (
     SCORE_TOLERANCE,
     STAMPS,
     Question,
+    ids_of,
     judge,
     letter_of,
     make_questions,
     oracle_spec,
+    rows_in,
     sigmoid,
     version_rows,
     write_oracle,
@@ -30,6 +33,7 @@ from loadtest.drill.oracle import (
 from serving.embedded import Ranker
 
 SPEC = oracle_spec(OracleShape(items=700, users=300, tags=50))
+KEYED_SPEC = oracle_spec(OracleShape(items=700, users=301, tags=53, keyed=True))
 DIM = SPEC.tables[0].embedding_dim
 QUESTIONS = make_questions(SPEC, 30)
 rank_questions = st.sampled_from(QUESTIONS["rank"])
@@ -54,10 +58,11 @@ def test_every_row_survives_its_row_format_exactly(version: int):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, version: int):
-    folder = write_oracle(SPEC, tmp_path, version)
+@pytest.mark.parametrize("spec", [SPEC, KEYED_SPEC], ids=["rows", "keys"])
+def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, spec: ModelSpec, version: int):
+    folder = write_oracle(spec, tmp_path, version)
     assert verify_snapshot(folder).ok
-    questions = make_questions(SPEC, 40, seed=version)
+    questions = make_questions(spec, 40, seed=version)
     with Ranker.open(folder, cards=4, dtype="float32") as ranker:
         for question in questions["rank"] + questions["lookup"]:
             if question.method == "rank":
@@ -71,6 +76,21 @@ def test_a_served_oracle_answers_what_its_questions_expect(tmp_path: Path, versi
             kind, message, _ = judge(question, version + 1, values)
             assert kind == "mixed"
             assert f"names version {version + 1} " in message
+
+
+def test_keys_of_a_keyed_oracle_have_any_sign_and_one_in_17_is_not_there():
+    questions = make_questions(KEYED_SPEC, 200)["rank"]
+    assert [rows_in(table) for table in KEYED_SPEC.tables] == [700, 301, 53]
+    present = {
+        feature: set(ids_of(table, np.arange(rows_in(table))).tolist())
+        for table in KEYED_SPEC.tables
+        for feature in table.feature_names
+    }
+    asked = [(name, key) for each in questions for name, bags in each.bags.items() for bag in bags for key in bag]
+    counts = sum(int(question.counts[:, 3:].sum() + question.counts[0, :3].sum()) for question in questions)
+    assert counts == sum(key in present[name] for name, key in asked)
+    assert 1 / 20 < 1 - counts / len(asked) < 1 / 14
+    assert 0.4 < sum(key < 0 for _, key in asked) / len(asked) < 0.6
 
 
 def draw_from_b(data: st.DataObject, question: Question) -> np.ndarray:

@@ -75,7 +75,7 @@ async def test_heads_count_as_if_those_before_them_were_in_the_queue(api_model):
             return app.admit(Exchange(None, method, path, {}))
 
         async with one_waits(service, gate) as served:
-            # The request that waits may have been queued in this very iteration of the loop, and is counted until its end.
+            # The request that waits may have been queued in this very iteration of the loop, until whose end it counts.
             await asyncio.sleep(0)
             # With two more ahead an answer takes 8/64 of a full batch's time.
             served.batcher._estimate.full_s = served.batcher._longest_s / 2 / 7 * 64
