@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import multiprocessing
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,12 +17,8 @@ import numpy as np
 from anyio.from_thread import start_blocking_portal
 
 from loader.deltas.blocking_publisher import DeltaPublisher
-from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
-from loader.registry import open_registry
-from loader.registry.fleet import FleetRegistry, WantedModel
 from loader.snapshot.publishing import register
-from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import TableSpec
 from loadtest.bench.harness import (
     MODEL,
@@ -42,12 +36,11 @@ from router.plan import Plan
 from serving.cli.settings import opened_registry, with_registry
 from serving.fleet.supervisor import describe_exit
 from shard_node.agent.delta_follower import DeltaFollower
-from shard_node.agent.node_agent import NodeActions, NodeConfig
-from shard_node.node import LoadedTables, ShardNode
+from shard_node.node import LoadedTables
 
 DIM, BAGS, HOTNESS = 64, 64, 20
 PUBLISHES_PER_S = 10
-BATCHES, POLL_S = 32, 0.01
+BATCHES = 32
 WAIT_S = 60.0
 MEASURES = (
     Measure("p50 of a lookup", "ms"),
@@ -125,56 +118,16 @@ def _following(url: str, version: int, tables: LoadedTables) -> Iterator[None]:
             following.result()
 
 
-async def _mend(bench: Bench, snapshot: Snapshot, num_rows: int) -> dict[str, float | int]:
-    """Have a node follow so many changed rows, fork its stream at the last delta, and time how it mends."""
-    url, rng = bench.folder / "forked", np.random.default_rng(2)
-    registry, plan, only = open_registry(url), Plan.make(snapshot.spec), (snapshot.version,)
-    fleet, node = FleetRegistry(registry), ShardNode(plan.identity(0))
-    config = NodeConfig(node_id="node", address="unix:/node", store=bench.folder / "store", replicate_bytes=0)
-    actions = NodeActions(node, fleet, lambda _: (plan.partition(0), plan.digest), config)
-    wanted = WantedModel(model=MODEL, epoch=1, live=only[0], hold=only, follow=only)
-
-    async def publish(count: int) -> int:
-        chosen = rng.choice(snapshot.spec.tables[0].num_embeddings, count, replace=False)
-        values = rng.standard_normal((count, DIM), dtype=np.float32)
-        return await AsyncDeltaPublisher(registry, MODEL, 1).publish("f00", chosen, values)
-
-    async def follow(until: int, forked: LoadedTables | None = None) -> LoadedTables:
-        while (tables := node.generations.payload(MODEL, only[0])) is forked or tables.deltas.sequence < until:
-            await actions.reconcile(wanted)
-            await asyncio.sleep(POLL_S)
-        return tables
-
-    try:
-        await register(fleet, snapshot, clock=time.time)
-        await actions.stage(MODEL, only[0], wanted, lambda share: None)
-        await publish(num_rows)
-        shutil.copytree(url / "streams", url / "then")
-        forked = await follow(await publish(1))
-        shutil.rmtree(url / "streams")
-        (url / "then").rename(url / "streams")
-        last, began = await publish(1), time.perf_counter()
-        await follow(last, forked)
-        mended_s = time.perf_counter() - began
-    finally:
-        await actions.close()
-        await registry.close()
-        node.close()
-    return {"rows": num_rows, "deltas": last, "mended_s": mended_s}
-
-
 @bench_command
 @click.option("--seconds", type=click.FloatRange(0.01), default=2.0, show_default=True, help="Of each measurement.")
 @click.option("--rows-per-s", type=click.IntRange(1), default=50_000, show_default=True, help="Published.")
-@click.option("--forked-rows", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of deltas replayed.")
 @click.option("--rows", type=click.IntRange(1), default=2_000_000, show_default=True, help="Of the table.")
-def deltas(bench: Bench, seconds: float, rows_per_s: int, forked_rows: int, rows: int) -> None:
-    """Measure what row updates cost lookups, and how long a follower of a forked stream takes to mend.
+def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
+    """Measure what row updates cost lookups.
 
     A trainer in another process publishes changed rows through a real registry; a shard node in this process applies
     them in a thread while the main thread looks rows up. After each measurement with row updates, nothing is measured
-    until all of them are applied. At the end a node that has applied many changed rows is given another last delta than
-    its registry has: it loads the snapshot's rows beside, and replays the stream.
+    until all of them are applied.
 
     Examples:
       shardrank loadtest bench deltas --quick
@@ -187,9 +140,6 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, forked_rows: int, rows
     snapshot = tables.export(bench.folder / "store")
     url = f"{bench.folder}/registry"
     with_registry(url, lambda fleet: register(fleet, snapshot, clock=time.time), may_be_new=True)
-    click.echo(f"mending a node with {forked_rows} changed rows")
-    forked = bench.results["forked"] = bench.runner.run(_mend(bench, snapshot, min(forked_rows, rows)))
-    click.echo(f"mended in {forked['mended_s']:.2f} s: {rows} rows loaded, {forked['deltas']} deltas replayed")
     seconds = bench.seconds(seconds)
     node, rng = make_node(snapshot, Plan.make(snapshot.spec)), np.random.default_rng(0)
     batches = [tables.draw(rng, BAGS, HOTNESS) for _ in range(BATCHES)]

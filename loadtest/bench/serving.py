@@ -256,23 +256,34 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
 
 
 def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[Api], old: Path) -> None:
-    """Measure this checkout's server and another one's under full load.
-
-    Both serve the same snapshot, run by the same Python, and must give the same scores. Both are started anew in each
-    round, so that what differs from one start to the next is in the intervals.
-    """
-    checkouts, servers = {"old": old, "new": THIS_CHECKOUT}, dict[str, Server]()
+    """Measure this checkout's server and another one's, which serve the same snapshot, run by the same Python."""
+    checkouts = {"old": old, "new": THIS_CHECKOUT}
     setup = {**{side: commit_of(path) for side, path in checkouts.items()}, "requests": model.shape.requests}
-    cells = list(itertools.product(hotness, apis))
+    measure_sides({side: (model, checkout) for side, checkout in checkouts.items()}, setup, hotness, apis)
+
+
+def measure_sides(
+    sides: Mapping[str, tuple[ServedModel, Path | None]],
+    setup: dict[str, str],
+    hotness: Sequence[int],
+    apis: Sequence[Api],
+) -> None:
+    """Measure servers of two models, by the side's name with their checkouts, under full load.
+
+    They must give the same scores. Both are started anew in each round, so that what differs from one start to the next
+    is in the intervals.
+    """
+    servers, cells, (first, second) = dict[str, Server](), list(itertools.product(hotness, apis)), sides
+    model = sides[first][0]
 
     @contextmanager
     def both_served(number: int) -> Iterator[None]:
         with ExitStack() as stack:
-            for side, checkout in checkouts.items():
-                servers[side] = stack.enter_context(model.served(side, checkout=checkout))
+            for side, (served, checkout) in sides.items():
+                servers[side] = stack.enter_context(served.served(side, checkout=checkout))
             for ids, api in cells:
                 scores = {side: model.scores(server, model.workload(ids), api) for side, server in servers.items()}
-                check_scores(f"new, {api}", scores["new"], scores["old"], TOLERANCES[model.dtype])
+                check_scores(f"{second}, {api}", scores[second], scores[first], TOLERANCES[model.dtype])
             yield
 
     def loaded(side: str, ids: int, api: Api, number: int) -> Values:
@@ -280,7 +291,7 @@ def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[A
 
     tables = []
     for ids, api in cells:
-        subjects: dict[str, Subject] = {side: partial(loaded, side, ids, api) for side in checkouts}
+        subjects: dict[str, Subject] = {side: partial(loaded, side, ids, api) for side in sides}
         tables.append(BenchTable(f"{model.head}, {_ids(ids)}, {api}", LOADED_MEASURES, subjects, setup))
     model.bench.run(tables, both_served)
 
@@ -296,6 +307,7 @@ def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[A
 @opts.option(
     "--against", "Another checkout of this repository: its server and this one's, compared.", opts.EXISTING_FOLDER
 )
+@opts.switch("--keyed", "Rows named by keys, compared with rows named by a vocabulary.")
 def serving(
     bench: Bench,
     head: Head,
@@ -306,6 +318,7 @@ def serving(
     seconds: float,
     dtype: DtypeChoice,
     against: Path | None,
+    keyed: bool,
 ) -> None:
     """Measure what serving costs beyond computing.
 
@@ -314,21 +327,32 @@ def serving(
     the other, beyond that of a batch of one; requests that vary against requests that are alike. Then the stages of a
     request in a server's histograms.
 
-    With --against, processor time of a request, another checkout's server and this one's in alternation.
+    With --against or --keyed, processor time of a request, of two servers in alternation.
 
     Examples:
       shardrank loadtest bench serving --quick --hotness 1
       shardrank loadtest bench serving --head dlrm --json serving.json
+      shardrank loadtest bench serving --keyed --rows 10000000
       git worktree add --detach ../before HEAD~10
       shardrank loadtest bench serving --against ../before --json against.json
     """
     shape = BenchShape.of(rows, varied=True, side_split=side_split)
     old = None if against is None else checked_checkout(against)
-    click.echo(f"writing {rows} rows")
-    workloads = [bench_workload(BenchWorkload(shape=shape, head=head, hotness=ids)) for ids in hotness]
-    snapshot = write_random_snapshot(bench_spec(shape, head), bench.folder / "store", workloads=workloads)
     with Generators() as generators:
-        model = ServedModel(bench, generators, shape, head, snapshot, choose_dtype(dtype), bench.seconds(seconds))
+
+        def written(**changed: Any) -> ServedModel:
+            click.echo(f"writing {rows} rows")
+            of = shape.model_copy(update=changed)
+            workloads = [bench_workload(BenchWorkload(shape=of, head=head, hotness=ids)) for ids in hotness]
+            store = bench.folder / "-".join(["store", *changed.values()])
+            snapshot = write_random_snapshot(bench_spec(of, head), store, workloads=workloads)
+            return ServedModel(bench, generators, of, head, snapshot, choose_dtype(dtype), bench.seconds(seconds))
+
+        if keyed:
+            sides = {name: (written(named_by=name), None) for name in ("vocabulary", "keys")}
+            measure_sides(sides, {"requests": shape.requests}, hotness, apis)
+            return
+        model = written()
         if old is not None:
             measure_against(model, hotness, apis, old)
         else:

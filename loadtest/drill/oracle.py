@@ -42,6 +42,7 @@ from loadtest.drill.config import OracleShape
 from loadtest.load.senders import Failure, Outgoing, Sender, make_sender
 from loadtest.servers import Server
 from loadtest.workloads.payloads import Payload
+from loadtest.workloads.workload import ID_FACTOR
 from serving.client import AsyncClient, LookupResult, RankResult
 from serving.client.features import RankFeatures, lookup_request, read_lookup, read_rank
 from shard_node.bags import Float32Array, Int64Array
@@ -65,8 +66,8 @@ MAX_CANDIDATES = 16
 MAX_LOOKUP_BAGS = 4
 
 BLOCK_ROWS = 1 << 16
-KEY_FACTOR, ROW_FACTOR = np.int64(-7046029254386353131), np.int64(-1018231460777725123)
-"""Odd, each the other's inverse modulo 2^64."""
+ROW_FACTOR = np.int64(pow(int(ID_FACTOR), -1, 1 << 64) - (1 << 64))
+"""The inverse of `ID_FACTOR` modulo 2^64."""
 
 # Row dtype, and how many different numbers a row is made of: 32 * 1024 is the largest power of two that float16 holds.
 TABLES: dict[str, tuple[RowDtype, int]] = {"items": ("int8", 256), "users": ("fp32", 256), "tags": ("fp16", 32)}
@@ -114,7 +115,7 @@ def rows_in(table: TableSpec) -> int:
 
 def ids_of(table: TableSpec, rows: Int64Array) -> Int64Array:
     """Return what names rows, int64 [n]: their keys, or they themselves."""
-    return rows * KEY_FACTOR if table.keys else rows
+    return rows * ID_FACTOR if table.keys else rows
 
 
 def _known(table: TableSpec, bag: Sequence[int]) -> Int64Array:
@@ -159,16 +160,10 @@ def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def golden_requests(spec: ModelSpec, version: int) -> GoldenRequests:
     """Return rank questions with the scores of a version."""
     questions = make_questions(spec, NUM_GOLDEN, seed=1)["rank"]
-    bags = {name: [bag for question in questions for bag in question.bags[name]] for name in FEATURES}
-    scores = [question.expected[letter_of(version)] for question in questions]
-    return GoldenRequests(
-        num_candidates=np.array([len(of_question) for of_question in scores], np.int32),
-        values={name: np.concatenate(of_feature) for name, of_feature in bags.items()},
-        lengths={name: np.array([len(bag) for bag in of_feature], np.int32) for name, of_feature in bags.items()},
-        context_dense=np.zeros((NUM_GOLDEN, 0), np.float32),
-        candidate_dense=np.zeros((sum(map(len, scores)), 0), np.float32),
-        scores=np.concatenate(scores),
-    )
+    sides = [question.sides() for question in questions]
+    requests = [{"context": {"sparse": context}, "candidates": {"sparse": bags}} for context, bags in sides]
+    scores = np.concatenate([question.expected[letter_of(version)] for question in questions])
+    return GoldenRequests.from_requests(requests, scores)
 
 
 def write_oracle(spec: ModelSpec, store: Path, version: int, golden: GoldenRequests | None = None) -> Path:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import click
-from rich.console import Console
-from rich.progress import Progress, TextColumn
 
 from loadtest.load.config import OfferedLoad, RunConfig
 from loadtest.load.generator import Generators
@@ -39,16 +37,13 @@ def execute(*, sweeps: bool, max_rate: float, max_failed_share: float, json_file
     """
     if given["rate"] is None and not sweeps:
         raise click.UsageError("--rate or --sweep is needed")
-    load, run, console = config_of(OfferedLoad, given), config_of(RunConfig, given), Console(stderr=True)
+    load, run = config_of(OfferedLoad, given), config_of(RunConfig, given)
     if load.model is not None:
         load = load.model_copy(update={"workload": describe(load.target, load.model)})
     result: LoadResult | SweepResult
     with stopping_on_signals(), Generators(load.processes) as generators:
         generators.prepare(load)
-        if sweeps:
-            result = run_sweep(generators, load, run, console, max_rate=max_rate)
-        else:
-            result = offered(generators, load, run, console)
+        result = run_sweep(generators, load, run, max_rate=max_rate) if sweeps else generators.offer(load, run)
     write_document(result, json_file)
     show_result(result)
     if isinstance(result, SweepResult):
@@ -59,25 +54,15 @@ def execute(*, sweeps: bool, max_rate: float, max_failed_share: float, json_file
     return 0 if result.valid and failed <= max_failed_share else 1
 
 
-def offered(generators: Generators, load: OfferedLoad, run: RunConfig, console: Console) -> LoadResult:
-    """Do one run, while a terminal shows for how long. Raises LoadError if it can't be run to its end."""
-    text = f"{run.rate:g}/s, {{task.elapsed:.0f}} s of {run.until_s:g} s"
-    with Progress(TextColumn(text), console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task("")
-        return generators.offer(load, run)
-
-
-def run_sweep(
-    generators: Generators, load: OfferedLoad, first: RunConfig, console: Console, *, max_rate: float
-) -> SweepResult:
-    """Search the highest rate that keeps p99 within `load.slo_ms`. Raises as `offered`."""
+def run_sweep(generators: Generators, load: OfferedLoad, first: RunConfig, *, max_rate: float) -> SweepResult:
+    """Search the highest rate that keeps p99 within `load.slo_ms`. Raises LoadError if a run does not end."""
     seeds = itertools.count(first.seed)
 
     def measure(rate: float) -> LoadResult:
         # Long enough that its p99 says something.
         duration_s = max(first.duration_s, min(MIN_REQUESTS_OF_A_STEP / rate, MAX_LONGER_STEP_S))
         changed = {"rate": rate, "seed": next(seeds), "duration_s": duration_s}
-        result = offered(generators, load, first.model_copy(update=changed), console)
+        result = generators.offer(load, first.model_copy(update=changed))
         outcome = outcome_of(result, load.slo_ms)
         p99, failed = text_of("p99_ms", result.latency_of_due.p99_ms) or "–", sum(result.errors.values())
         why = "; ".join(result.invalid_because)

@@ -29,7 +29,6 @@ from loadtest.workloads.catalog import BENCH_SEED, BenchShape, BenchWorkload, Si
 from loadtest.workloads.payloads import Encoding
 from loadtest.workloads.prepare import golden_of, random_dense
 from serving.cli import options as opts
-from serving.description import NumberFormat
 from serving.models.layers import DtypeChoice, choose_dtype
 from shard_node.bags import Float32Array
 
@@ -162,30 +161,6 @@ def best_of(peers: Sequence[str], values: Mapping[str, Values]) -> Values:
     }
 
 
-def start_servers(
-    bench: Bench,
-    stack: ExitStack,
-    shape: BenchShape,
-    chosen: Sequence[Peer],
-    environments: Path,
-    workers: int,
-    dtype: NumberFormat,
-    hotness: Sequence[int],
-) -> dict[Peer | None, Server]:
-    """Write the model, and start all servers; None is shardrank's. Raises ConfigError: a peer is not installed."""
-    pythons = {peer: peer.python(environments) for peer in chosen}
-    snapshot, weights = write_model(bench.folder, shape, hotness)
-    click.echo("starting shardrank")
-    arguments = ("--no-verify", "--workers", str(workers), "--dtype", dtype)
-    shardrank = stack.enter_context(serving(snapshot, arguments, bench.folder / "shardrank.log"))
-    servers: dict[Peer | None, Server] = {None: shardrank}
-    for peer, python in pythons.items():
-        click.echo(f"starting {peer.title}")
-        first = Subject(peer.title, peer, peer.encodings[0]).load(shape, shardrank, 1)
-        servers[peer] = stack.enter_context(peer_serving(peer, python, weights, workers, first))
-    return servers
-
-
 def write_model(folder: Path, shape: BenchShape, hotness: Sequence[int]) -> tuple[Path, Path]:
     """Write the model's snapshot into a store in a folder, and its weights as a file for peers; return both paths."""
     click.echo(f"writing {shape.rows} rows")
@@ -236,7 +211,7 @@ def peers(
       shardrank loadtest peers --env-dir ~/peers --workload candidates --same
       shardrank loadtest peers --env-dir ~/peers --row-dtype fp32 --dtype float32
     """
-    chosen = [PEERS[name] for name in dict.fromkeys(names)]
+    pythons = {PEERS[name]: PEERS[name].python(environments) for name in dict.fromkeys(names)}
     shape = BenchShape.of(rows, row_dtype, varied=varied, side_split=side_split)
     workers = workers or len(os.sched_getaffinity(0))
     setup = {
@@ -245,11 +220,19 @@ def peers(
         "processes of each server": f"{workers}",
         "peers": "float32, one thread each, batches of up to 8 requests",
         "shardrank": f"{row_dtype} rows, {choose_dtype(dtype)} dense model",
-        **{peer.name: " ".join(peer.requirements.read_text().split()) for peer in chosen},
+        **{peer.name: " ".join(peer.requirements.read_text().split()) for peer in pythons},
     }
-    subjects = subjects_of(shape, chosen)
+    subjects = subjects_of(shape, [*pythons])
     with Generators() as generators, ExitStack() as stack:
-        servers = start_servers(bench, stack, shape, chosen, environments, workers, choose_dtype(dtype), hotness)
+        snapshot, weights = write_model(bench.folder, shape, hotness)
+        click.echo("starting shardrank")
+        arguments = ("--no-verify", "--workers", str(workers), "--dtype", choose_dtype(dtype))
+        shardrank = stack.enter_context(serving(snapshot, arguments, bench.folder / "shardrank.log"))
+        servers: dict[Peer | None, Server] = {None: shardrank}
+        for peer, python in pythons.items():
+            click.echo(f"starting {peer.title}")
+            first = Subject(peer.title, peer, peer.encodings[0]).load(shape, shardrank, 1)
+            servers[peer] = stack.enter_context(peer_serving(peer, python, weights, workers, first))
         click.echo("comparing scores")
         check_subjects(shape, subjects, hotness, dtype, generators, servers)
 

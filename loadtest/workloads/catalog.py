@@ -10,7 +10,7 @@ from pydantic import Field
 
 from loader.errors import ConfigError
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import Frozen, RowDtype, TableSpec
+from loader.snapshot.tables import Frozen, IdentityMapping, RowDtype, TableSpec, VocabularyMapping
 from loadtest.workloads.payloads import FORMS, Encoding, Pool, drawn_payloads
 from loadtest.workloads.served import described_spec
 from loadtest.workloads.workload import (
@@ -103,7 +103,8 @@ class BenchShape(Frozen):
     """Of the model that the benchmarks serve, one table that all features share, and of every request.
 
     The first `context_features` of the features and `context_dense` of the floats come once a request, all others once
-    a candidate. Varied requests have ragged bags, and each another `traceparent` and `x-request-id`.
+    a candidate. Varied requests have ragged bags, and each another `traceparent` and `x-request-id`. Rows that are not
+    `named_by` their numbers are by `scattered_ids`.
     """
 
     features: int = 26
@@ -115,6 +116,7 @@ class BenchShape(Frozen):
     context_dense: int = 0
     candidates: str = VARIED_CANDIDATES.name
     varied: bool = True
+    named_by: Literal["numbers", "vocabulary", "keys"] = "numbers"
 
     @classmethod
     def of(
@@ -161,6 +163,8 @@ def bench_spec(shape: BenchShape, head: Head) -> ModelSpec:
         embedding_dim=shape.embedding_dim,
         feature_names=tuple(feature.name for feature in features),
         dtype=shape.row_dtype,
+        keys="int64" if shape.named_by == "keys" else None,
+        id_mapping=VocabularyMapping() if shape.named_by == "vocabulary" else IdentityMapping(),
     )
     return ModelSpec(
         model=f"bench-{head}",
@@ -176,7 +180,9 @@ def bench_workload(bench: BenchWorkload) -> Workload:
     spec, hotness = bench_spec(bench.shape, bench.head), bench.hotness
     counts = parse_candidates(bench.shape.candidates)
     of_each = dict.fromkeys((feature.name for feature in spec.features), hotness)
-    return Workload(f"{spec.model}, hotness {hotness}", spec, of_each, Uniform(), counts, ragged=bench.shape.varied)
+    ragged, scattered = bench.shape.varied, bench.shape.named_by != "numbers"
+    name = f"{spec.model}, hotness {hotness}"
+    return Workload(name, spec, of_each, Uniform(), counts, ragged=ragged, scattered=scattered)
 
 
 def bench_payloads(

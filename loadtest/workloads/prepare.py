@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import RowSource
 from loader.snapshot.writer import export_snapshot
-from loadtest.workloads.workload import Workload
+from loadtest.workloads.workload import Workload, scattered_ids
 from serving.embedded import ModelSource, load_served_model
 from serving.formats.requests import RankRequest
 from serving.formats.schema import RequestSchema
@@ -115,12 +116,19 @@ def write_random_snapshot(
 ) -> Path:
     """Write the next version of a model into a store, made if it is missing; return the snapshot's folder.
 
-    With workloads it has golden requests of them; without scores it is the version before, too. Raises OSError: the
-    store can't be written; the same export goes on with what it has written. ExportError.
+    Rows of tables with keys or a vocabulary are named by `scattered_ids`. With workloads it has golden requests of
+    them; without scores it is the version before, too. Raises OSError: the store can't be written; the same export goes
+    on with what it has written. ExportError.
     """
     store.mkdir(parents=True, exist_ok=True)
     tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in spec.tables}
     rows = {name: RandomRows(seed, name, *shape) for name, shape in tables.items()}
-    dense, metadata = random_dense(spec, seed), {"source": "random rows", "seed": str(seed)}
-    export = partial(export_snapshot, store, spec, rows=rows, dense=dense, metadata=metadata, progress=progress)
+    named = {"keys": [table for table in spec.tables if table.keys]}
+    named["vocabularies"] = [table for table in spec.tables if table.id_mapping.kind == "vocabulary"]
+    more: dict[str, Any] = {
+        kind: {table.name: scattered_ids(np.arange(table.num_embeddings)) for table in tables}
+        for kind, tables in named.items()
+    }
+    more |= {"dense": random_dense(spec, seed), "metadata": {"source": "random rows", "seed": str(seed)}}
+    export = partial(export_snapshot, store, spec, rows=rows, progress=progress, **more)
     return export(golden=golden_of(export(), workloads)) if workloads else export()

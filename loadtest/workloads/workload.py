@@ -27,6 +27,8 @@ from shard_node.bags import Bags, Float32Array, Int64Array
 
 Float64Array = npt.NDArray[np.float64]
 
+ID_FACTOR = np.int64(-7046029254386353131)
+"""Odd, so that no two numbers have the same product modulo 2^64."""
 MAX_CANDIDATES = 2**20
 MAX_HOTNESS = 4096
 _RANGE = re.compile(r"(\d+)(?:-(\d+):(\d+(?:\.\d+)?))?", re.ASCII)
@@ -239,14 +241,19 @@ def features_of(schema: FeatureSchema, request: RankRequest) -> Iterator[Feature
         )
 
 
+def scattered_ids(rows: Int64Array) -> Int64Array:
+    """Return ids from 0 to 2^63 - 1 that name rows, int64 [n], where numbers do not."""
+    return rows * ID_FACTOR & np.iinfo(np.int64).max
+
+
 class Workload:
     """Drawn requests to one model. Features that share a table share its popular rows; dense inputs are normal.
 
     Its name says everything that was chosen; bags are in the order of the schema.
 
-    Ids are numbers of rows, or texts of these, and weights are from 0 to 1. Bags have as many as the hotness of their
-    feature. Ragged ones have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike; around 1, an eighth
-    of the bags is empty, as many have two ids, all others one.
+    Ids are numbers of rows, texts of these, or `scattered_ids`; weights are from 0 to 1. Bags have as many as the
+    hotness of their feature. Ragged ones have drawn lengths: around a hotness h above 1, each of 1 to 2h - 1 alike;
+    around 1, an eighth of the bags is empty, as many have two ids, all others one.
     """
 
     def __init__(
@@ -258,12 +265,13 @@ class Workload:
         candidates: CandidateCounts,
         *,
         ragged: bool,
+        scattered: bool = False,
     ) -> None:
         self.name = name
         self.spec = spec
         self.schema = FeatureSchema.of(spec)
         self._hotness = np.array([hotness[feature.name] for feature in self.schema.features], np.int64)
-        self._ids, self._candidates, self._ragged = ids, candidates, ragged
+        self._ids, self._candidates, self._ragged, self._scattered = ids, candidates, ragged, scattered
         self._is_string = np.array([feature.name in self.schema.string_features for feature in self.schema.features])
         self._is_weighted = np.array([feature.weighted for feature in self.schema.features])
         self._scatter = RowScatter(np.array([table.num_embeddings for table in self.schema.layout.tables], np.int64))
@@ -279,6 +287,7 @@ class Workload:
             lengths = np.where(lengths > 1, around, 1 + (eighth == 7) - (eighth == 0))
         table = np.repeat(np.repeat(schema.table_index, bags_per_key), lengths)
         values: Int64Array = self._scatter.rows(self._ids.ranks(rng, self._scatter.num_rows[table]), table)
+        values = scattered_ids(values) if self._scattered else values
         bags = Bags.from_lengths(np.arange(bags_per_key.size, dtype=np.int32), bags_per_key, lengths, values)
         counts = bags.values_per_key()
         if self._is_weighted.any():

@@ -109,6 +109,13 @@ def test_two_checkouts_are_measured_in_alternation(bench, checkout: Path) -> Non
     assert "account" not in document
 
 
+def test_rows_by_keys_are_measured_against_a_vocabulary_of_the_same_ids(bench) -> None:
+    """That both give the same scores is checked in each round."""
+    tables, _ = bench("serving", *SMALL, "--keyed")
+    assert list(tables["mlp, 1 id a bag, json"]) == ["vocabulary", "keys"]
+    assert min(medians(tables["mlp, 1 id a bag, json"], "CPU of a request").values()) > 0
+
+
 def test_the_old_server_runs_the_code_of_its_checkout(checkout: Path) -> None:
     (checkout / "serving").unlink()
     (checkout / "serving/cli").mkdir(parents=True)

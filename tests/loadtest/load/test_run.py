@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -16,7 +15,6 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from rich.console import Console
 
 from loader.errors import ConfigError
 from loadtest.cli import loadtest
@@ -157,11 +155,10 @@ def test_a_sweep_uses_the_same_processes_for_all_steps(monkeypatch):
     # A busy machine makes the generator late, which is not what this test is about.
     monkeypatch.setattr(run, "MIN_REQUESTS_OF_A_STEP", 50)
     monkeypatch.setattr(results, "MIN_MAX_LAG_MS", 10_000.0)
-    console = Console(file=io.StringIO())
     with loaded_grpc_server() as server, Generators() as generators:
         load = small_load(f"grpc://127.0.0.1:{server.port}", slo_ms=9000, arrivals="constant")
         first = RunConfig(rate=100, warmup_s=0.1, duration_s=0.5)
-        result = run_sweep(generators, load, first, console, max_rate=200)
+        result = run_sweep(generators, load, first, max_rate=200)
     assert [(step.rate, step.due, step.answered) for step in result.steps] == [(100, 50, 50), (200, 100, 100)]
     assert (result.highest_rate, result.limited_by) == (200, "max_rate")
 
