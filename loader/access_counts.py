@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -119,7 +119,7 @@ class AccessCounter:
         """Whether no key was forgotten."""
         self._max_keys, self._min_queued, self._half_life = max_keys, min_queued, half_life
         self._queue_lock, self._folding = threading.Lock(), threading.Lock()
-        self._queue: list[tuple[Int64Array, npt.NDArray[Any] | int]] = []
+        self._queue: list[tuple[Callable[[], Int64Array], npt.NDArray[Any] | int]] = []
         self._num_queued = 0
         self._counts = AccessCounts(np.empty(0, np.int64), np.empty(0, np.int64))
 
@@ -130,9 +130,13 @@ class AccessCounter:
 
     def add(self, keys: Int64Array, counts: npt.NDArray[Any] | int = 1) -> None:
         """Queue lookups of keys, int64 [n], in any order: how often each was looked up, [n], or all alike."""
+        self.add_later(lambda: keys, keys.size, counts)
+
+    def add_later(self, keys: Callable[[], Int64Array], size: int, counts: npt.NDArray[Any] | int = 1) -> None:
+        """As `add` of so many keys, which are made when they are counted."""
         with self._queue_lock:
             self._queue.append((keys, counts))
-            self._num_queued += keys.size
+            self._num_queued += size
 
     def fold(self) -> AccessCounts:
         """Count what is queued, and return all counts."""
@@ -140,9 +144,9 @@ class AccessCounter:
             with self._queue_lock:
                 queue, self._queue, self._num_queued = self._queue, [], 0
             if queue:
-                keys = np.concatenate([keys for keys, _ in queue])
-                counts = np.concatenate([np.broadcast_to(counts, keys.shape) for keys, counts in queue])
-                new, known = AccessCounts.from_lookups(keys, counts), self._counts
+                parts = [(made, np.broadcast_to(counts, made.shape)) for make, counts in queue for made in [make()]]
+                keys, counted = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+                new, known = AccessCounts.from_lookups(keys, counted), self._counts
                 if self._half_life is not None:
                     age = 0.5 ** (new.total / self._half_life)
                     known, self.total = replace(known, counts=known.counts * age), self.total * age

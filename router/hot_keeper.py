@@ -57,6 +57,8 @@ MIN_CHANGE: Final = 1 / 32
 """Of the rows of a set: fewer new ones are not worth another set."""
 CANDIDATES: Final = 3
 """Rows that have a count, x the rows that fit."""
+KEY_NUMBERS: Final = 5
+"""Keys of each table that have numbers, x the rows that fit: candidates, those that are hot, and what is queued."""
 HALF_LIFE: Final = 32
 """Lookups after which a count weighs half, x the rows that fit."""
 MIN_EPOCH: Final = 256
@@ -66,6 +68,8 @@ _POLL_S: Final = 0.02
 _PIECE_ROWS: Final = 1 << 20
 _BUILD_BYTES: Final = 40
 """For each row, while an index is built."""
+_NUMBER_BYTES: Final = 28
+"""For each number of a key."""
 _LEARN_BYTES: Final = 240
 """For each row that fits: of its candidates' counts, of what is queued, and of counting it."""
 
@@ -97,7 +101,8 @@ class HotBudget:
         self.learns = config.policy == "learning"
         # By table. If it learns, the set in use, the one that is built, and what is known of more rows than fit.
         self._costs = np.array(row_bytes) + ROW_OVERHEAD_BYTES
-        self._costs = 2 * self._costs + _BUILD_BYTES + _LEARN_BYTES if self.learns else self._costs + _BUILD_BYTES
+        learning = _LEARN_BYTES + _NUMBER_BYTES * KEY_NUMBERS * int(layout.is_keyed.sum())
+        self._costs = 2 * self._costs + _BUILD_BYTES + learning if self.learns else self._costs + _BUILD_BYTES
         self._size_bytes = config.size_bytes
         self.capacity = config.size_bytes // int(self._costs.mean())
         if not self.capacity:
@@ -114,7 +119,7 @@ class HotBudget:
         hottest = AccessCounter(max(1, self._size_bytes // int(self._costs.min())), _PIECE_ROWS)
         for number, table in enumerate(layout.tables):
             counts = snapshot.access_counts(table.name)
-            if counts is None:
+            if counts is None or table.keys is not None:
                 continue
             for first in range(0, table.num_embeddings, _PIECE_ROWS):
                 piece = counts[first : first + _PIECE_ROWS]
@@ -163,10 +168,12 @@ class HotRowsKeeper:
         self._budget = HotBudget(config, plan.layout)
         self._claim = (memory or RowMemory()).take(config.size_bytes)
         learned = learning_counter(self._budget.capacity) if self._budget.learns else None
-        self.rows = HotRows(plan.layout, learned)
+        self.rows = HotRows(plan.layout, learned, KEY_NUMBERS * self._budget.capacity)
         self._first = np.empty(0, np.int64)
         if before is not None and learned is not None and _row_kinds(before.layout) == _row_kinds(plan.layout):
-            self._first = before.current.keys
+            # Keys are counted by other numbers there.
+            known = before.current
+            self._first = np.sort(self.rows.numbers.counted(known.keys >> TABLE_SHIFT, known.rows))
         self._problem, self._forks = "", dict[str, int]()
         self._begun = threading.Event()
         self._stop: Callable[[], object] = lambda: None
@@ -286,18 +293,21 @@ class HotRowsKeeper:
         while True:
             started_at = time.monotonic()
             if learned is not None and learned.is_full:
-                keys = await asyncio.to_thread(
-                    lambda: budget.fitting(learned.fold().most_frequent(budget.capacity).hottest_first())
-                )
+                keys = await asyncio.to_thread(self._hottest, learned)
                 is_new = ~np.isin(keys, self.rows.current.keys, assume_unique=True)
                 if np.count_nonzero(is_new) > MIN_CHANGE * keys.size:
                     await self._build(shards, keys)
             await asyncio.sleep(max(LEARN_EVERY_S, (time.monotonic() - started_at) * (1 / LEARN_FRACTION - 1)))
 
+    def _hottest(self, learned: AccessCounter) -> Int64Array:
+        counted = learned.fold()
+        self.rows.numbers.keep(np.union1d(counted.keys, self.rows.current.keys))
+        return self._budget.fitting(counted.most_frequent(self._budget.capacity).hottest_first())
+
     async def _build(self, shards: Sequence[ReplicatedShard], keys: Int64Array) -> bool:
         """Fill a set with these rows, ascending keys, and use it. False, and why in the log, if they can't be read."""
         try:
-            pending = await asyncio.to_thread(HotSet, self._plan.layout, keys)
+            pending = await asyncio.to_thread(HotSet, self._plan.layout, keys, self.rows.numbers.rows(keys))
             self.rows.begin(pending)
             until = await self._fill(shards, pending)
             while self.rows.deltas.sequence < until:  # noqa: ASYNC110
@@ -331,7 +341,7 @@ class HotRowsKeeper:
                 continue
             keys = pending.keys.take(numbers)
             tables, counts = np.unique(keys >> TABLE_SHIFT, return_counts=True)
-            rows = keys & ((1 << TABLE_SHIFT) - 1)
+            rows = pending.rows.take(numbers)
             bags = Bags.from_lengths(tables.astype(np.int32), counts, np.ones(rows.size, np.int64), rows)
             for part in split(bags, self._owners.of(bags, lambda: every, first), range(every.size)):
                 for piece in self._cutter.cut(part):
@@ -343,7 +353,7 @@ class HotRowsKeeper:
                     until = max(until, sequence)
                     if sum(map(len, answer.stored or ())) != piece.positions.size:
                         raise HotRowsError(f"{self._name}: a node sends sums in place of rows; it must be upgraded")
-                    self.rows.fill(pending, numbers.take(piece.positions), answer.stored or ())
+                    self.rows.fill(pending, numbers.take(piece.positions), answer.stored or (), answer.missing)
                     await asyncio.sleep((time.monotonic() - started_at) * (1 / FETCH_FRACTION - 1))
         return until
 
@@ -355,4 +365,4 @@ class HotRowsKeeper:
 
 def _row_kinds(layout: TableLayout) -> list[tuple[object, ...]]:
     """Return what must be equal for keys of one layout to be keys of another, of rows that take as many bytes."""
-    return [(table.name, table.num_embeddings, table.embedding_dim, table.dtype) for table in layout.tables]
+    return [(table.name, table.num_embeddings, table.keys, table.embedding_dim, table.dtype) for table in layout.tables]

@@ -1,7 +1,8 @@
 """Hot rows: copies, at the router, of the rows that are looked up most. They are pooled here; all others fan out.
 
-A `HotSet` never changes which rows it has: keys are found by one hash index, and pooled by an engine in which every
-table has only these rows. `HotRows` is the tier of one served version: the set that is in use, the one that is being
+A `HotSet` never changes which rows it has: they are found by one hash index, and pooled by an engine in which every
+table has only these rows. Of tables that name rows by keys it has keys, and remembers which of them were deleted.
+`HotRows` is the tier of one served version: the set that is in use, the one that is being
 filled, and what was counted. `router.hot_keeper` decides which rows there are, and keeps them up to date.
 """
 
@@ -21,25 +22,26 @@ from pydantic import Field
 
 from loader.access_counts import AccessCounter
 from loader.memory import allocate_rows
-from loader.snapshot.tables import Frozen
+from loader.snapshot.tables import NUM_BUCKETS, Frozen
 from shard_node.access_counts import TABLE_SHIFT, LookupSampler
-from shard_node.answer import Answer, ReplyEncoding, StoredRows
+from shard_node.answer import NONE_MISSING, Answer, ReplyEncoding, StoredRows
 from shard_node.bags import Bags, CheckedBags, Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS
 from shard_node.engine.arena import Arena, Placement, TablePlace
 from shard_node.engine.base import write_pieces
 from shard_node.engine.cpu import CpuEngine
+from shard_node.engine.key_index import ABSENT, KeyIndex
+from shard_node.engine.keyed_tables import MAX_KEYS, KeyedTables
 from shard_node.node import DeltaPosition
 from shard_node.split import Part
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 HotPolicy: TypeAlias = Literal["learning", "static"]
+RowUpdate: TypeAlias = tuple[Int64Array, Sequence[tuple[int, StoredRows | None]]]
+"""Rows, or keys, and for tables the rows as stored; None if they are deleted."""
 
-ROW_OVERHEAD_BYTES: Final = 57
-"""Of a set for each row, at most: its key, whether it is filled, and four entries of the index."""
-_EMPTY: Final = -1
-# Multiply-shift (Dietzfelbinger et al., 1997); the golden ratio spreads rows that follow one another evenly.
-_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
+ROW_OVERHEAD_BYTES: Final = 38
+"""Of a set for each row: what it is counted by, it or its key, two marks, and its entries of the index."""
 
 
 class HotRowsConfig(Frozen):
@@ -54,53 +56,55 @@ class HotRowsConfig(Frozen):
     policy: HotPolicy = "learning"
 
 
-class HotIndex:
-    """Finds keys exactly: open addressing with linear probing, at most half full, in rounds of vector operations.
+class KeyNumbers:
+    """Numbers for the keys of tables that name rows by them, so that all rows are counted by table << 32 | number.
 
-    Keys are in the order of their home places, so no key is farther from its home than the longest probe, which ends
-    every search. `keys`, int64 [n], are not negative, none twice; a key's number is its position there, which
-    `numbers`, int32, has at the key's place here.
+    A key gets its number, up to `max_keys` of each table, when it is first asked for. One thread uses it.
     """
 
-    def __init__(self, keys: Int64Array) -> None:
-        bits = max(1, (2 * keys.size - 1).bit_length())
-        self._shift = np.uint64(64 - bits)
-        home = self._homes(keys)
-        order = np.argsort(home, kind="stable")
-        in_order, steps = home.take(order), np.arange(keys.size)
-        # Each as near to its home as those before it allow.
-        at = np.maximum.accumulate(in_order - steps) + steps
-        self._longest = int((at - in_order).max(initial=0))
-        size = max(1 << bits, int(at.max(initial=-1)) + 1) + 1
-        self._entries = np.full(size, _EMPTY, np.int64)
-        self._entries[at] = keys.take(order)
-        self.numbers = np.zeros(size, np.int32)
-        self.numbers[at] = order
-        self.size_bytes = self._entries.nbytes + self.numbers.nbytes
+    def __init__(self, layout: TableLayout, max_keys: int) -> None:
+        tables = [table.model_copy(update={"num_embeddings": min(max_keys, MAX_KEYS)}) for table in layout.tables]
+        self._is_keyed, keyed = layout.is_keyed, layout.is_keyed.nonzero()[0].tolist()
+        here = dict.fromkeys(keyed, np.ones(NUM_BUCKETS["mixed"], np.bool_))
+        self._numbers = KeyedTables(replace(layout, tables=tuple(tables)), here) if keyed else None
+        self._keys = {table: np.zeros(tables[table].num_embeddings + 1, np.int64) for table in keyed}
 
-    def find(self, keys: Int64Array) -> tuple[Int64Array, BoolArray]:
-        """Find keys, int64 [n]: their places here, int64 [n], and whether each is here at all, bool [n]."""
-        at = self._homes(keys)
-        entries = self._entries.take(at)
-        is_hit = entries == keys
-        left = ((entries != _EMPTY) & ~is_hit).nonzero()[0]
-        sought, places = keys.take(left), at.take(left)
-        for _ in range(self._longest):
-            if not left.size:
-                break
-            places += 1
-            entries = self._entries.take(places)
-            is_match = entries == sought
-            at[left[is_match]] = places[is_match]
-            is_hit[left[is_match]] = True
-            go_on = ((entries != _EMPTY) & ~is_match).nonzero()[0]
-            left, sought, places = left.take(go_on), sought.take(go_on), places.take(go_on)
-        return at, is_hit
+    def counted(self, tables: npt.NDArray[np.integer], rows: Int64Array) -> Int64Array:
+        """Return what rows or keys of tables, integers [n] each, are counted by, without keys that have no number."""
+        counted = (tables.astype(np.int64) << TABLE_SHIFT) + np.where(self._is_keyed[tables], 0, rows)
+        for table in self._keys:
+            at = (tables == table).nonzero()[0]
+            numbers = self._number(table, rows[at])
+            counted[at] = np.where(numbers == ABSENT, ABSENT, counted[at] + numbers)
+        return np.extract(counted != ABSENT, counted)
 
-    def _homes(self, keys: Int64Array) -> Int64Array:
-        homes = keys.view(np.uint64) * _FACTOR
-        homes >>= self._shift
-        return homes.view(np.int64)
+    def rows(self, counted: Int64Array) -> Int64Array:
+        """Return the rows, or keys, int64 [n], of what they are counted by."""
+        tables, rows = counted >> TABLE_SHIFT, counted & ((1 << TABLE_SHIFT) - 1)
+        for table, keys in self._keys.items():
+            is_of = tables == table
+            rows[is_of] = keys[rows[is_of]]
+        return rows
+
+    def keep(self, counted: Int64Array) -> None:
+        """Forget the numbers of all others, if more than half are given."""
+        for table, keys in self._keys.items():
+            assert self._numbers is not None
+            if 2 * self._numbers.num_keys(table) > keys.size:
+                kept = counted[counted >> TABLE_SHIFT == table] - (table << TABLE_SHIFT)
+                others = np.setdiff1d(np.arange(keys.size), kept)
+                is_given = self._numbers.find(table, keys[others]) == others
+                self._numbers.remove(table, keys[others[is_given]])
+
+    def _number(self, table: int, keys: Int64Array) -> Int64Array:
+        assert self._numbers is not None
+        different, places = np.unique(keys, return_inverse=True)
+        found = self._numbers.find(table, different)
+        new = (found == ABSENT).nonzero()[0][: self._numbers.capacity[table] - self._numbers.num_keys(table)]
+        planned = self._numbers.plan_upsert(table, different[new])
+        self._numbers.insert(table, different[new], planned)
+        found[new], self._keys[table][planned.rows] = planned.rows, different[new]
+        return found[places]
 
 
 class HotSet:
@@ -108,72 +112,77 @@ class HotSet:
 
     Args:
         layout: the model's tables.
-        keys: int64 [n], ascending, none twice.
+        keys: what rows are counted by, table << 32 | number: int64 [n], ascending, none twice.
+        rows: the rows, or keys of tables, int64 [n]; by default the numbers are the rows.
 
     Attributes:
-        keys: as given.
+        keys, rows: as given.
         size_bytes: memory that it uses.
         users: lookups that use it now; counted by `HotRows`.
-        is_filled: bool [n], which rows were written.
+        is_filled: bool [n], which rows were written, or deleted.
     """
 
-    def __init__(self, layout: TableLayout, keys: Int64Array) -> None:
+    def __init__(self, layout: TableLayout, keys: Int64Array, rows: Int64Array | None = None) -> None:
         self.keys, self.users = keys, 0
-        self.is_filled = np.zeros(keys.size, np.bool_)
-        self._index = HotIndex(keys)
+        self.rows = keys & ((1 << TABLE_SHIFT) - 1) if rows is None else rows
+        self.is_filled, self._is_gone = np.zeros((2, keys.size), np.bool_)
+        self._has_gone = False
         # The first number of each table, then n.
         self._starts: Int64Array = keys.searchsorted(np.arange(len(layout.tables) + 1, dtype=np.int64) << TABLE_SHIFT)
+        self._index = KeyIndex(np.diff(self._starts).tolist())
+        for number, (first, end) in enumerate(pairwise(self._starts.tolist())):
+            self._index.insert(number, self.rows[first:end], np.arange(end - first))
         self._group_starts = self._starts[[*(group.first_table for group in layout.groups), -1]]
         # An engine of tables that have these rows alone, undivided and in order.
         sizes = zip(layout.tables, np.maximum(np.diff(self._starts), 1).tolist(), strict=True)
-        tables = (table.model_copy(update={"num_embeddings": size}) for table, size in sizes)
+        tables = (table.model_copy(update={"num_embeddings": size, "keys": None}) for table, size in sizes)
         self._layout = replace(layout, tables=tuple(tables))
         self._arenas: list[Arena] = []
         places: list[TablePlace] = []
         for number, (group, count) in enumerate(zip(layout.groups, np.diff(self._group_starts).tolist(), strict=True)):
-            rows = allocate_rows(max(1, count), group.row_bytes)  # Torch can't view an array without rows.
-            self._arenas.append(Arena(group.dtype, group.embedding_dim, rows, {0: rows.nbytes}, "ram"))
+            stored = allocate_rows(max(1, count), group.row_bytes)  # Torch can't view an array without rows.
+            self._arenas.append(Arena(group.dtype, group.embedding_dim, stored, {0: stored.nbytes}, "ram"))
             for start in self._starts[group.first_table : group.end_table] - self._group_starts[number]:
                 places.append(TablePlace(ALL_BITS, 0, np.full((1, 1), number, np.uint16), np.full((1, 1), start)))
         arenas = [range(number, number + 1) for number in range(len(layout.groups))]
         placement = Placement(self._layout, places)
         self._engine = CpuEngine(self._layout, self._arenas, arenas, placement, ["ram"] * len(places))
         rows_bytes = sum(use.size_bytes for use in self._engine.memory())
-        self.size_bytes = rows_bytes + self._index.size_bytes + keys.nbytes + self.is_filled.nbytes
+        self.size_bytes = rows_bytes + self._index.size_bytes + 2 * (keys.nbytes + self.is_filled.nbytes)
 
     def find(self, bags: Bags) -> HotLookup:
         """Find which values of bags of tables are here."""
-        keys = np.repeat(bags.keys.astype(np.int64) << TABLE_SHIFT, bags.values_per_key())
-        keys += bags.values
-        if self._layout.has_keys:
-            # Of tables with keys there are no copies, and a key may be as large as any other table's row is here.
-            keys[self._layout.is_keyed[bags.keys].repeat(bags.values_per_key())] = _EMPTY
-        at, is_hit = self._index.find(keys)
-        if self._layout.has_keys:
-            is_hit &= keys != _EMPTY
-        return HotLookup(self, keys, at, is_hit)
+        counts = bags.values_per_key()
+        numbers = self._index.find(bags.keys, counts, bags.values.astype(np.int64, copy=False))
+        is_hit = numbers != ABSENT
+        if self._has_gone:
+            is_hit &= ~self._is_gone.take(numbers + self._starts.take(bags.keys).repeat(counts), mode="clip")
+        return HotLookup(self, numbers, is_hit)
 
-    def answer(self, part: Part, at: Int64Array, forms: ReplyEncoding) -> Answer:
-        """Pool a part of a batch, in the forms that the caller takes; `at` are its values' places in the index."""
+    def answer(self, part: Part, numbers: Int64Array, forms: ReplyEncoding) -> Answer:
+        """Pool a part of a batch, in the forms that the caller takes, by the numbers of its values."""
         bags = part.bags
-        numbers = self._index.numbers.take(at)
-        firsts = self._starts.take(bags.keys).astype(np.int32)
-        if firsts.any():
-            numbers -= np.repeat(firsts, bags.values_per_key())
         # Numbers and offsets have one dtype.
-        offsets = bags.offsets.astype(np.int32, copy=False)
-        checked = CheckedBags(bags.keys, bags.bags_per_key, offsets, numbers, bags.weights, layout=self._layout)  # type: ignore[arg-type]
+        offsets, values = (array.astype(np.int32, copy=False) for array in (bags.offsets, numbers))
+        checked = CheckedBags(bags.keys, bags.bags_per_key, offsets, values, bags.weights, layout=self._layout)  # type: ignore[arg-type]
         return self._engine.answer(checked, stored=forms.stored)
 
-    def write_rows(self, rows: Int64Array, of_tables: Sequence[tuple[int, StoredRows]]) -> int:
-        """Replace those rows that are here, of several tables together: tables, each with the rows as stored."""
+    def write_rows(self, rows: Int64Array, of_tables: Sequence[tuple[int, StoredRows | None]]) -> int:
+        """Replace those rows that are here, or take them out, of several tables together; see `RowUpdate`."""
         writes: list[tuple[int, Int64Array, StoredRows]] = []
+        marks = list[tuple[Int64Array, bool]]()
         for table, stored in of_tables:
-            at, is_hit = self._index.find(rows + (np.int64(table) << TABLE_SHIFT))
-            numbers = self._index.numbers.take(at[is_hit]).astype(np.int64)
-            self.is_filled[numbers] = True
-            writes.append((table, numbers - self._starts[table], stored[is_hit]))
-        return self._engine.write_together(writes) if any(rows.size for _, rows, _ in writes) else 0
+            numbers = self._index.find(np.array([table]), np.array([rows.size]), rows)
+            is_hit = numbers != ABSENT
+            marks.append((numbers[is_hit] + self._starts[table], stored is None))
+            if stored is not None:
+                writes.append((table, numbers[is_hit], stored[is_hit]))
+        written = self._engine.write_together(writes) if any(rows.size for _, rows, _ in writes) else 0
+        # A row that comes back is found once it is written.
+        for at, is_gone in marks:
+            self.is_filled[at], self._is_gone[at] = True, is_gone
+            self._has_gone |= is_gone and at.size > 0
+        return written
 
     def read(self, numbers: Int64Array) -> list[StoredRows]:
         """Copy rows by the numbers of their keys, int64 [m], ascending: those of each group. Nobody may write."""
@@ -181,8 +190,15 @@ class HotSet:
         pieces = zip(self._arenas, self._group_starts, pairwise(edges), strict=False)
         return [arena.take(numbers[first:end] - start) for arena, start, (first, end) in pieces]
 
-    def fill(self, numbers: Int64Array, stored: Sequence[StoredRows]) -> None:
-        """Write rows that were not written yet: as those of `read`. Nobody may pool from it, or write."""
+    def gone(self, numbers: Int64Array) -> Int64Array:
+        """Return the positions of those that were deleted, of the numbers of keys, int64 [m]."""
+        return self._is_gone[numbers].nonzero()[0]
+
+    def fill(self, numbers: Int64Array, stored: Sequence[StoredRows], gone: npt.NDArray[np.integer]) -> None:
+        """Write rows that were not written yet, as those of `read` and `gone`. Nobody may pool from it, or write."""
+        deleted = numbers[gone]
+        self._is_gone[deleted[~self.is_filled[deleted]]] = True
+        self._has_gone |= gone.size > 0
         edges = numbers.searchsorted(self._group_starts).tolist()
         for number, (first, end) in enumerate(pairwise(edges)):
             of_group = numbers[first:end]
@@ -198,11 +214,10 @@ class HotSet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HotLookup:
-    """What of one batch is in a set: its values' keys, int64 [n], their places, int64 [n], and which are hits, bool."""
+    """What of one batch is in a set: its values' numbers in their tables, int64 [n], and which are hits, bool [n]."""
 
     hot: HotSet
-    keys: Int64Array
-    at: Int64Array
+    numbers: Int64Array
     is_hit: BoolArray
 
 
@@ -212,15 +227,17 @@ class HotRows:
     Args:
         layout: the model's tables.
         learned: counts all lookups, for a keeper that learns; None if nobody does.
+        max_keys: of each table with keys, that lookups are counted of.
 
     Attributes:
         current: the set in use.
         access: how often each row was looked up here; nodes never hear of these lookups.
+        numbers: what `learned` counts keys by.
         deltas: how far its rows are along their stream of deltas.
     """
 
-    def __init__(self, layout: TableLayout, learned: AccessCounter | None = None) -> None:
-        self.layout, self.learned = layout, learned
+    def __init__(self, layout: TableLayout, learned: AccessCounter | None = None, max_keys: int = 0) -> None:
+        self.layout, self.learned, self.numbers = layout, learned, KeyNumbers(layout, max_keys)
         self.access = LookupSampler(layout)
         self.deltas = DeltaPosition()
         self._lock = threading.Lock()
@@ -228,7 +245,7 @@ class HotRows:
         self._empty = HotSet(layout, np.empty(0, np.int64))
         # In use, being filled, and used before: each may be the same as another.
         self.current = self._pending = self._retired = self._empty
-        self._written: tuple[Int64Array, Sequence[tuple[int, StoredRows]]] = self._empty.keys, ()
+        self._written: RowUpdate = self._empty.keys, ()
         self._counts = np.zeros((2, len(layout.tables)), np.int64)
 
     def counts(self) -> tuple[Int64Array, Int64Array]:
@@ -254,32 +271,36 @@ class HotRows:
 
     def looked_up(self, bags: Bags, lookup: HotLookup, hits: Part | None) -> None:
         """Count a batch that was answered, and queue its keys to be learned from if there is room for them."""
-        values_per_key = bags.values_per_key()
+        values_per_key, size = bags.values_per_key(), bags.num_values
         with self._lock:
             self._counts[0, bags.keys] += values_per_key
             if hits is not None:
                 self._counts[1, hits.bags.keys] += hits.bags.values_per_key()
         learned = self.learned  # a keeper that ends by itself sets it to None at any moment
         if learned is not None and not learned.is_full:
-            learned.add(lookup.keys[lookup.keys != _EMPTY] if self.layout.has_keys else lookup.keys)
+            learned.add_later(lambda: self.numbers.counted(bags.keys.repeat(values_per_key), bags.values), size)
         if hits is not None:
             self.access.observe(hits.bags.keys, hits.bags.values_per_key(), hits.bags.values)
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: StoredRows) -> int:
         """As `Engine.write_rows`, to the rows in use and to those that are being filled in."""
-        written, update = 0, (rows, self.layout.rows_by_table(table, rows, stored))
-        for piece in write_pieces(stored):
-            of_tables = self.layout.rows_by_table(table, rows[piece], stored[piece])
-            with self._writing:
-                self._written = update
-                if self._pending is not self.current:
-                    self._pending.write_rows(rows[piece], of_tables)
-                written += self.current.write_rows(rows[piece], of_tables)
-        return written
+        update = rows, self.layout.rows_by_table(table, rows, stored)
+        pieces = ((rows[of], self.layout.rows_by_table(table, rows[of], stored[of])) for of in write_pieces(stored))
+        return sum(self._write(update, piece) for piece in pieces)
 
     def update_keys(self, tables: Sequence[int], keys: Int64Array, stored: StoredRows | None) -> tuple[int, int]:
-        """Do nothing: of tables with keys there are no copies."""
-        return 0, 0
+        """As `Engine.update_keys`, of keys that have copies; the others are not counted."""
+        if stored is not None:
+            return self.write_rows(tuple(tables), keys, stored), 0
+        gone = keys, [(table, None) for table in tables]
+        return self._write(gone, gone), keys.size
+
+    def _write(self, update: RowUpdate, piece: RowUpdate) -> int:
+        with self._writing:
+            self._written = update
+            if self._pending is not self.current:
+                self._pending.write_rows(*piece)
+            return self.current.write_rows(*piece)
 
     def begin(self, pending: HotSet) -> None:
         """Have a set, which is going to be filled, get the last row update, which may be half done, and later ones."""
@@ -294,12 +315,21 @@ class HotRows:
         is_known = np.isin(keys, self.current.keys, assume_unique=True)
         at = self.current.keys.searchsorted(keys[is_known])
         with self._writing:
-            pending.fill(numbers[is_known], self.current.read(at))
+            pending.fill(numbers[is_known], self.current.read(at), self.current.gone(at))
 
-    def fill(self, pending: HotSet, numbers: Int64Array, stored: Sequence[StoredRows]) -> None:
-        """Fill in rows of a set that has begun. A row update that came meanwhile counts, and not what was read."""
+    def fill(
+        self,
+        pending: HotSet,
+        numbers: Int64Array,
+        stored: Sequence[StoredRows],
+        missing: npt.NDArray[np.integer] = NONE_MISSING,
+    ) -> None:
+        """Fill in rows of a set that has begun, and positions of missing keys.
+
+        A row update that came meanwhile counts, and not what was read.
+        """
         with self._writing:
-            pending.fill(numbers, stored)
+            pending.fill(numbers, stored, missing)
 
     def use(self, pending: HotSet | None) -> HotSet:
         """Put a set that is filled in use, or none. Return the one before, to be closed once it has no users."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import ShardrankError, UnavailableError
+from loader.snapshot.buckets import ranges
 from loader.snapshot.tables import DividedTable
 from router.errors import HotRowsError, PlanError
 from router.feature_schema import FeatureSchema
@@ -342,7 +343,7 @@ class Router:
                         calls.append(self._shards[part.owner].pool(model, version, part.bags, deadline, forms))
                     local: list[Answer] = []
                     if hits is not None and lookup is not None:
-                        copies = lookup.hot.answer(hits, lookup.at.take(hits.positions), forms)
+                        copies = lookup.hot.answer(hits, lookup.numbers.take(hits.positions), forms)
                         local.append(replace(copies, sequence=sequence, age_ms=age_ms))
                     replies = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
                 except UnavailableError as error:
@@ -397,7 +398,7 @@ class Router:
         by_feature = by_feature.kept(_all_but(at[is_skipped], by_feature.num_values))
         # Of each, in all slices.
         counts = self._num_lookups[feature[is_skipped]]
-        number = self._by_feature[_ranges(self._first_lookup[feature[is_skipped]], counts)]
+        number = self._by_feature[ranges(self._first_lookup[feature[is_skipped]], counts)]
         within, of_feature = within[is_skipped].repeat(counts), of_feature[is_skipped].repeat(counts)
         segment, is_first = np.searchsorted(rows.keys, number), lookups.column[number] == 0
         all_positions: Int64Array = rows.value_starts()[segment] + within
@@ -477,11 +478,11 @@ def _of_lookups(bags: Bags, feature: Int32Array) -> Bags:
     keys = np.flatnonzero(segments >= 0).astype(np.int32)
     segments = segments[keys]
     bags_per_key = bags.bags_per_key[segments]
-    values = _ranges(bags.value_starts()[segments], bags.values_per_key()[segments])
+    values = ranges(bags.value_starts()[segments], bags.values_per_key()[segments])
     return Bags.from_lengths(
         keys,
         bags_per_key,
-        bags.lengths[_ranges(bags.bag_starts()[segments], bags_per_key)],
+        bags.lengths[ranges(bags.bag_starts()[segments], bags_per_key)],
         bags.values[values],
         None if bags.weights is None else bags.weights[values],
     )
@@ -498,14 +499,6 @@ def _without(bags: Bags, values: Int64Array, gone_bags: Int64Array, gone_per_key
     kept = bags.kept(_all_but(values, bags.num_values))
     lengths = kept.lengths[_all_but(gone_bags, bags.num_bags)]
     return Bags.from_lengths(bags.keys, bags.bags_per_key - gone_per_key, lengths, kept.values, kept.weights)
-
-
-def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
-    """Return the numbers [start, start + count) of each, one after the other, int64."""
-    ends = np.cumsum(counts)
-    numbers = np.arange(int(ends[-1]) if ends.size else 0)
-    numbers += np.repeat(starts - (ends - counts), counts)
-    return numbers
 
 
 def _bag_per_id(bags: Bags, is_none: npt.NDArray[np.bool_]) -> Bags:

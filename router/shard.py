@@ -23,7 +23,7 @@ from shard_node.bags import Bags
 from shard_node.errors import CardError, GenerationNotFoundError, NodeUnavailableError, RemoteError
 from shard_node.freshness import FORKED_AGE_MS, FreshnessBound
 from shard_node.node import NodeInfo
-from shard_node.tracing import TRACED_LOOKUP, SpanContext, TracedLookup, error_text
+from shard_node.tracing import TRACED_LOOKUP, Span, SpanContext, TracedLookup, error_text
 from shard_node.wire.address import Address
 from shard_node.wire.frame import MAX_BUDGET_US, FrameType
 from shard_node.wire.messages import decode_answer, encode_pool
@@ -439,7 +439,8 @@ class ReplicatedShard:
         if lookup.trace is not None and attempt.span is not None:
             address, shard = str(replica.client.address), self._identity.shard_index
             attributes: dict[str, str | int] = {"server.address": address, "shardrank.shard": shard}
-            lookup.trace.put_call(attempt.span, attempt.span_started_at, attributes, error)
+            parent, times = lookup.trace.context, (attempt.span_started_at, time.monotonic())
+            lookup.trace.sink.put(Span("shardrank.ask", "client", attempt.span, parent, *times, attributes, (), error))
         replica.calls -= 1
         if replica.has_left:
             self._close_unused(replica)

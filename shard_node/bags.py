@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from loader.snapshot.buckets import starts_of
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import RowDtype, TableSpec
@@ -100,8 +101,7 @@ class Bags:
         """int64 [S + 1], the first bag of each key, then B. Not to be changed."""
         starts = self._bag_starts
         if starts is None:
-            starts = np.zeros(self.keys.size + 1, dtype=np.int64)
-            np.add.accumulate(self.bags_per_key, out=starts[1:])
+            starts = starts_of(self.bags_per_key)
             object.__setattr__(self, "_bag_starts", starts)
         return starts
 
@@ -130,10 +130,8 @@ class Bags:
 
     def kept(self, chosen: npt.NDArray[np.bool_]) -> Bags:
         """Return the same bags with some of their values alone: bool [n]."""
-        kept_before = np.zeros(chosen.size + 1, np.int64)
-        np.cumsum(chosen, out=kept_before[1:])
         weights = None if self.weights is None else self.weights[chosen]
-        return Bags(self.keys, self.bags_per_key, kept_before[self.offsets], self.values[chosen], weights)
+        return Bags(self.keys, self.bags_per_key, starts_of(chosen)[self.offsets], self.values[chosen], weights)
 
     def wide(self) -> Bags:
         """Return the same bags with int64 offsets and values."""

@@ -68,9 +68,8 @@ class Lease(msgspec.Struct, Generic[Payload], eq=False):
         self.is_released = True
         with generations.lock:
             generation.leases -= 1
-            drained = generation.state == "draining" and generations.take_if_drained(generation)
-        if drained:
-            generations.free(generation)
+            if generation.state == "draining":
+                generations.free_if_drained(generation)
 
     def __enter__(self) -> Lease[Payload]:
         return self
@@ -137,9 +136,7 @@ class Generations(Generic[Payload]):
             if before.state == "live":
                 self._live[model] = after
             before.state = "draining"
-            drained = self.take_if_drained(before)
-        if drained:
-            self.free(before)
+            self.free_if_drained(before)
         return before
 
     def payload(self, model: str, version: int) -> Payload:
@@ -154,9 +151,7 @@ class Generations(Generic[Payload]):
             if self._live.get(model) is generation:
                 del self._live[model]
             generation.state = "draining"
-            drained = self.take_if_drained(generation)
-        if drained:
-            self.free(generation)
+            self.free_if_drained(generation)
         return generation
 
     def retire_all(self) -> list[Generation[Payload]]:
@@ -166,9 +161,7 @@ class Generations(Generic[Payload]):
             self._live.clear()
             for generation in generations:
                 generation.state = "draining"
-            drained = [generation for generation in generations if self.take_if_drained(generation)]
-        for generation in drained:
-            self.free(generation)
+                self.free_if_drained(generation)
         return generations
 
     def live(self) -> list[Generation[Payload]]:
@@ -202,17 +195,13 @@ class Generations(Generic[Payload]):
         wanted = f"model {model!r}" if version is None else f"version {version} of model {model!r}"
         return GenerationNotFoundError(f"{wanted} is not here; here: {', '.join(here) or 'nothing'}")
 
-    def take_if_drained(self, generation: Generation[Payload]) -> bool:
-        """Retire a draining generation without leases, under `lock`; return whether it is to be freed."""
-        if generation.state != "draining" or generation.leases:
-            return False
+    def free_if_drained(self, generation: Generation[Payload]) -> None:
+        """Retire a draining generation without leases, under `lock`, and free its payload in a thread of its own."""
+        if generation.leases:
+            return
         generation.state = "retired"
         if self._by_key.get((generation.model, generation.version)) is generation:
             del self._by_key[generation.model, generation.version]
-        return True
-
-    def free(self, generation: Generation[Payload]) -> None:
-        """Free the payload of a generation that is retired, in a thread of its own."""
 
         # Unmapping gigabytes takes long; whoever gave the last lease back must not wait for it.
         def free() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loader.snapshot.buckets import starts_of
 from shard_node.bags import Bags, Float32Array, Int64Array
 from shard_node.engine.kernels import pool_rows, unpack_int8
 
@@ -121,9 +122,7 @@ def _divide_by_counting(bags: Bags, filled: Int64Array, owner: Owners, owners: r
         elif num_counted < filled.size:
             has_values = counts.nonzero()[0]
             index, counts = filled[has_values], counts[has_values]
-        offsets = np.zeros(counts.size + 1, np.int64)
-        np.add.accumulate(counts, out=offsets[1:])
-        yield number, positions, index, offsets
+        yield number, positions, index, starts_of(counts)
 
 
 def _divide_by_sorting(bags: Bags, filled: Int64Array, owner: Owners, owners: range) -> Division:
@@ -203,8 +202,7 @@ def add(
     for index, sums in parts:
         rows[begin : begin + index.size] = torch.from_numpy(widened(sums))
         begin += index.size
-    offsets = np.zeros(num_bags + 1, np.int64)
-    np.cumsum(np.bincount(bag_of_row - first_bag, minlength=num_bags), out=offsets[1:])
+    offsets = starts_of(np.bincount(bag_of_row - first_bag, minlength=num_bags))
     # Ascending runs, one for each part: a stable sort only has to merge them.
     return pool_rows("fp32", rows, bag_of_row.argsort(kind="stable"), offsets, None)
 

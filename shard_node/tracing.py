@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -66,13 +65,6 @@ class TracedLookup(NamedTuple):
 
     sink: SpanSink
     context: SpanContext
-
-    def put_call(
-        self, context: SpanContext, started_at: float, attributes: Mapping[str, str | int | float], error: str
-    ) -> None:
-        """Send the span of a call to a shard node that ends now; `error` is "" if it was answered."""
-        times = started_at, time.monotonic()
-        self.sink.put(Span("shardrank.ask", "client", context, self.context, *times, attributes, (), error))
 
 
 TRACED_LOOKUP: ContextVar[TracedLookup | None] = ContextVar("TRACED_LOOKUP", default=None)

@@ -44,24 +44,10 @@ _BODY_START = len(MAGIC) + DIGEST_BYTES
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 
 
-def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[Int64Array, ByteArray]:
-    """Encode changed rows of a table: its row numbers, int64 [m], ascending, none twice, and uint8 [m, row_bytes].
-
-    Stored rows of a table in slices are concatenated in column order. `rows` are whole numbers [n]; of duplicates the
-    last one counts. `values` are floats [n, embedding_dim], or what can become float32; arrays or tensors, on any
-    device.
-
-    Raises DeltaFormatError for another shape or dtype, a row outside the table, or a value that is not finite or that
-    the table's dtype can't hold.
-    """
-    numbers, floats = checked_rows(table.name, table.num_embeddings, table.embedding_dim, rows, values)
-    return numbers, encode_checked(table, floats, f"table {table.name!r}", numbers)
-
-
 def keyed_update(spec: ModelSpec, name: str, keys: Any, values: Any | None) -> tuple[TableSpec, Int64Array, ByteArray]:
     """Encode rows by key, or keys to delete if there are no values: the table, int64 [m], ascending, uint8 [m, bytes].
 
-    `keys` are whole numbers [n], unsigned ones by their bits, or of a table of strings these; else as `encode_rows`.
+    `keys` are whole numbers [n], unsigned ones by their bits, or of a table of strings these; else as `checked_rows`.
     Raises DeltaFormatError as that, and for a table without keys.
     """
     if (table := next((table for table in spec.tables if table.name == name and table.keys is not None), None)) is None:
@@ -82,9 +68,12 @@ def keyed_update(spec: ModelSpec, name: str, keys: Any, values: Any | None) -> t
 def checked_rows(
     table: str, num_embeddings: int | None, embedding_dim: int, rows: Any, values: Any
 ) -> tuple[Int64Array, Float32Array]:
-    """Return changed rows as `encode_rows`, and their values, float32 [m, embedding_dim]. Raises DeltaFormatError.
+    """Return changed rows, int64 [m], ascending, none twice, and their values, float32 [m, embedding_dim].
 
-    Without `num_embeddings` any number is a row.
+    `rows` are whole numbers [n], of which without `num_embeddings` any is a row; of duplicates the last one counts.
+    `values` are floats [n, embedding_dim], or what can become float32; arrays or tensors, on any device.
+
+    Raises DeltaFormatError for another shape or dtype, a row outside the table, or a value that is not finite.
     """
     where = f"table {table!r}"
     numbers, floats = _array(f"{where}: rows", rows), _array(f"{where}: values", values)
@@ -307,12 +296,12 @@ def stored_updates(
 ) -> tuple[list[StoredRows], Int64Array]:
     """Encode changed rows of a table as features see it, or of a part, as rows of stored tables.
 
-    `rows` and `values` are as `encode_rows` takes them; of a divided table the rows of the table, whose parts must all
+    `rows` and `values` are as `checked_rows` takes them; of a divided table the rows of the table, whose parts must all
     have its dim, or be one part only. `classes` are of the table, if it has classes.
 
     Returns the rows of each stored table, and those that the table is pruned of, int64 [k], which are stored nowhere.
-    Raises DeltaFormatError as `encode_rows`, for an unknown table, one whose parts are trained as such, or the row that
-    stands for pruned ones.
+    Raises DeltaFormatError as `checked_rows`, for an unknown table, one whose parts are trained as such, or the row
+    that stands for pruned ones.
     """
     tables, divided_tables = {table.name: table for table in spec.tables}, {table.name: table for table in spec.divided}
     nothing = np.zeros(0, np.int64)
@@ -322,7 +311,8 @@ def stored_updates(
             raise DeltaFormatError(f"model {spec.model!r} has no table {name!r}; tables: {names}")
         if table.keys is not None:
             raise DeltaFormatError(f"table {name!r} has keys: upsert or delete them")
-        numbers, stored = encode_rows(table, rows, values)
+        numbers, floats = checked_rows(name, table.num_embeddings, table.embedding_dim, rows, values)
+        stored = encode_checked(table, floats, f"table {name!r}", numbers)
         parent, last = spec.divided_of(name), table.num_embeddings - 1
         if parent is not None and parent.pruned and name == parent.parts[-1] and last in numbers[-1:]:
             raise DeltaFormatError(

@@ -36,6 +36,21 @@ FILE_BYTES = 256 << 20
 MIN_ROWS_PER_FILE = 256
 
 
+def starts_of(sizes: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Int64Array:
+    """Return where runs of these sizes, [n], begin if they lie one after the other, and the end: int64 [n + 1]."""
+    starts = np.zeros(sizes.size + 1, np.int64)
+    np.add.accumulate(sizes, dtype=np.int64, out=starts[1:])
+    return starts
+
+
+def ranges(firsts: Int64Array, sizes: Int64Array) -> Int64Array:
+    """Return the numbers [first, first + size) of each, one after the other: int64 [sizes.sum()]."""
+    starts = starts_of(sizes)
+    numbers = np.arange(int(starts[-1]))
+    numbers += np.repeat(firsts - starts[:-1], sizes)
+    return numbers
+
+
 def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Apply the finaliser of Steele, Lea and Flood's SplitMix64 (OOPSLA 2014), a bijection of uint64."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
@@ -133,8 +148,7 @@ class RowBuckets:
 
     def of_keys(self, first_row: int, keys: Int64Array, ranks: Int64Array | None = None) -> FileOrder:
         """Return the order of a file whose rows have these keys, int64 [n]; not in order, they have places `ranks`."""
-        starts = np.zeros(self.count + 1, np.int64)
-        np.cumsum(np.bincount(key_buckets(keys), minlength=self.count), out=starts[1:])
+        starts = starts_of(np.bincount(key_buckets(keys), minlength=self.count))
         return FileOrder(self, first_row, keys.size, starts, ranks)
 
     def in_file(self, rows_per_file: int, file_index: int) -> FileOrder:
@@ -142,9 +156,7 @@ class RowBuckets:
         first_row = file_index * rows_per_file
         num_rows = min(rows_per_file, self.num_rows - first_row)
         below = self.rows_below(np.array([first_row, first_row + num_rows]))
-        starts = np.zeros(self.count + 1, np.int64)
-        np.cumsum(below[1] - below[0], out=starts[1:])
-        return FileOrder(self, first_row, num_rows, starts)
+        return FileOrder(self, first_row, num_rows, starts_of(below[1] - below[0]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,10 +188,7 @@ class FileOrder:
 
     def positions_of(self, chosen: npt.NDArray[np.bool_]) -> Int64Array:
         """Return the positions of all rows of the chosen buckets, bool [count], ascending: int64 [n]."""
-        firsts, counts = self.starts[:-1][chosen], np.diff(self.starts)[chosen]
-        shifts = firsts - (np.cumsum(counts) - counts)
-        positions: Int64Array = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(shifts, counts)
-        return positions
+        return ranges(self.starts[:-1][chosen], np.diff(self.starts)[chosen])
 
     def rows_at(self, positions: Int64Array) -> Int64Array:
         """Find the row at each position, int64 [n], ascending."""

@@ -535,8 +535,7 @@ def version_index(service: RankingService, *, ready_only: bool) -> list[Document
 
 
 def _generations(service: RankingService, states: tuple[str, ...] = _READY_STATES) -> list[Generation[LoadedVersion]]:
-    generations = [each for each in service.generations.all() if each.state in states]
-    return sorted(generations, key=lambda each: (each.model, each.version))
+    return [each for each in service.generations.all() if each.state in states]
 
 
 def _schema(service: RankingService, model: str, version: str) -> RequestSchema:

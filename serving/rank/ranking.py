@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from loader.errors import DeadlineExceededError, UnavailableError
+from loader.snapshot.buckets import ranges, starts_of
 from loader.snapshot.golden import GoldenRequests
 from router.id_mapping import NO_IDS, BagIds
 from router.router import Embeddings, Router
@@ -80,7 +81,7 @@ def merge(requests: Sequence[RankRequest]) -> MergedBatch:
     counts = np.array([request.num_candidates for request in requests], dtype=np.int64)
     return MergedBatch(
         merge_bags([request.bags for request in requests]),
-        _starts(counts),
+        starts_of(counts),
         np.repeat(np.arange(counts.size), counts),
         np.concatenate([request.context_dense for request in requests]).reshape(counts.size, -1),
         np.concatenate([request.candidate_dense for request in requests]),
@@ -117,7 +118,7 @@ def merge_bags(batch: Sequence[Bags]) -> Bags:
     return Bags(
         batch[0].keys,
         bags_per_segment.sum(axis=0),
-        _starts(join_lengths([lengths[first : end - 1] for first, end in pairs])),
+        starts_of(join_lengths([lengths[first : end - 1] for first, end in pairs])),
         join_values([bags.values for bags in batch]),
         weights,
     )
@@ -182,19 +183,9 @@ def _join_by_index(per_segment: Int64Array) -> Join:
     # Segment s of the batch is request s % B's feature s // B.
     order = np.arange(num_requests * num_keys).reshape(num_requests, num_keys).T.reshape(-1)
     sizes = per_segment.reshape(-1)
-    starts, sizes = _starts(sizes)[order], sizes[order]
-    ends = _starts(sizes)
-    positions = np.repeat(starts - ends[:-1], sizes)
-    positions += np.arange(int(ends[-1]))
+    positions = ranges(starts_of(sizes)[order], sizes[order])
     # Indexing with brackets takes half as long again.
     return lambda arrays: np.concatenate(arrays).take(positions)
-
-
-def _starts(sizes: npt.NDArray[np.int64]) -> Int64Array:
-    """Find the first position of each run, then the total: int64 [n + 1]."""
-    starts = np.zeros(sizes.size + 1, dtype=np.int64)
-    np.add.accumulate(sizes, out=starts[1:])
-    return starts
 
 
 def rank_order(scores: Float32Array, candidate_starts: Int64Array, request_of_candidate: Int64Array) -> Int64Array:

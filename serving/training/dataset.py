@@ -20,6 +20,7 @@ from pydantic import Field
 
 from loader.description import ModelDescription, TableDescription
 from loader.errors import ShardrankError
+from loader.snapshot.buckets import ranges, starts_of
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import Bucketing, Frozen, RowDtype, fingerprint_strings, refused_as
@@ -95,7 +96,7 @@ class Films:
     ) -> Films:
         """Make films of a matrix of genre flags, bool [F, genres]."""
         genre_ids = np.nonzero(flags)[1].astype(np.int64)
-        return cls(ids, tuple(titles), offsets_of(flags.sum(axis=1)), genre_ids, genre_names)
+        return cls(ids, tuple(titles), starts_of(flags.sum(axis=1)), genre_ids, genre_names)
 
     def genres_of(self, film: int) -> list[int]:
         """Return the genres of the film at a position."""
@@ -115,20 +116,14 @@ class Interactions:
     timestamps: Int64Array
 
 
-def offsets_of(lengths: npt.NDArray[np.integer]) -> Int64Array:
-    """Return int64 [B + 1], where each of the lists of lengths [B] begins in one flat array, and the end."""
-    return np.append(0, np.cumsum(lengths, dtype=np.int64))
-
-
 def positions_in(offsets: Int64Array, chosen: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return the lengths of chosen lists, int64 [C], and the positions of their elements, int64 [lengths.sum()].
 
-    The lists are stored in one flat array with `offsets` as of `offsets_of`.
+    The lists are stored in one flat array with `offsets` as of `starts_of`.
     """
     starts = offsets[chosen]
     lengths = offsets[chosen + 1] - starts
-    before = offsets_of(lengths)[:-1]
-    return lengths, np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)
+    return lengths, ranges(starts, lengths)
 
 
 def generate_interactions(
@@ -452,12 +447,12 @@ class FilmsDataset:
         data = self.interactions
         liked = self.train[self.labels[self.train] > 0]
         liked = liked[np.lexsort((-data.timestamps[liked], data.user_index[liked]))]
-        offsets = offsets_of(np.bincount(data.user_index[liked], minlength=data.users.ids.size))
+        offsets = starts_of(np.bincount(data.user_index[liked], minlength=data.users.ids.size))
         lengths, positions = positions_in(offsets, user_index)
         samples, request = liked[positions], np.repeat(np.arange(user_index.size), lengths)
         seen = self.fold[samples] != excluded[request]
         samples, request = samples[seen], request[seen]
-        first = offsets_of(np.bincount(request, minlength=user_index.size))
+        first = starts_of(np.bincount(request, minlength=user_index.size))
         recent = np.arange(request.size) - first[request] < HISTORY_LIMIT
         return np.minimum(np.diff(first), HISTORY_LIMIT), data.film_index[samples[recent]]
 

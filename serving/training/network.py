@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pad_sequence
 
+from loader.snapshot.buckets import starts_of
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import RowClasses
@@ -26,7 +27,7 @@ from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
 from serving.models.ranking_models import build_model
-from serving.training.dataset import TrainingError, offsets_of, positions_in
+from serving.training.dataset import TrainingError, positions_in
 from shard_node.bags import Bags, Float32Array, Int64Array
 
 # Share of the pooled embeddings' elements, and of the sequences' rows, dropped while training.
@@ -102,7 +103,7 @@ class RequestBatches:
         }
         self._spec = spec
         self._candidate_dense = requests.candidate_dense
-        self._offsets = offsets_of(requests.num_candidates)
+        self._offsets = starts_of(requests.num_candidates)
         self.num_requests = requests.num_requests
 
     def select(self, chosen: Int64Array) -> RowBatch:
@@ -112,7 +113,7 @@ class RequestBatches:
         for feature in self._spec.features:
             of_side = chosen if feature.side == "context" else candidates
             lengths, positions = positions_in(self._bag_offsets[feature.name], of_side)
-            bags[feature.name] = torch.from_numpy(self._rows[positions]), torch.from_numpy(offsets_of(lengths))
+            bags[feature.name] = torch.from_numpy(self._rows[positions]), torch.from_numpy(starts_of(lengths))
         return RowBatch(
             bags=bags,
             candidate_dense=torch.from_numpy(self._candidate_dense[candidates]),

@@ -22,7 +22,7 @@ from shard_node.errors import InvalidBagsError
 
 MISSING_ROW: Final = 0
 _CHANCE_SIGMAS, _CHANCE_KEYS = 6, 16
-_MOST_KEYS: Final = 2**32 - 3
+MAX_KEYS: Final = 2**32 - 3
 
 
 def capacity_here(capacity: int, num_local: int, num_buckets: int) -> int:
@@ -32,7 +32,7 @@ def capacity_here(capacity: int, num_local: int, num_buckets: int) -> int:
     """
     share = math.ceil(capacity * num_local / num_buckets)
     chance = _CHANCE_KEYS + math.ceil(_CHANCE_SIGMAS * math.sqrt(share))
-    return min(capacity, _MOST_KEYS, share + chance) if num_local else 0
+    return min(capacity, MAX_KEYS, share + chance) if num_local else 0
 
 
 def capacities_here(layout: TableLayout, is_local: Mapping[int, npt.NDArray[np.bool_]]) -> dict[int, int]:

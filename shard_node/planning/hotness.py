@@ -79,8 +79,10 @@ class RankedRows:
         first = rows if head is None else min(max(head.rows - before, 0), rows)
         # The levels of a head are few, and how many of its rows are worth having is what is asked of it.
         per_doubling = _EDGES_PER_DOUBLING if head is None else _HEAD_EDGES_PER_DOUBLING
-        edges = _rank_edges(first, per_doubling) if zipf else np.zeros(1, np.int64)
-        self._edges = np.unique(np.append(edges, (first, rows)))
+        # 0, 1, 2, ... and then so many for each doubling, up to the first rows.
+        num_edges = first.bit_length() * per_doubling + 1 if zipf else 0
+        edges = np.minimum(np.ceil(2.0 ** (np.arange(num_edges) / per_doubling)), first).astype(np.int64)
+        self._edges = np.unique(np.concatenate([[0], edges, [first, rows]]))
         mass = np.diff(ranked_share(before + self._edges, num_rows, zipf, head))
         lookups = lookups_per_sample * (mass / (mass.sum() or 1.0)) / np.diff(self._edges)
         # Differences of sums are rounded; what is nearly alike must not seem to rise.
@@ -249,10 +251,3 @@ def power_law_sums(ranks: Int64Array, exponent: float) -> Float64Array:
         beyond = (end ** (1 - exponent) - begin ** (1 - exponent)) / (1 - exponent)
     sums[ranks > _EXACT_RANKS] += beyond[ranks > _EXACT_RANKS]
     return sums
-
-
-def _rank_edges(num_rows: int, per_doubling: int) -> Int64Array:
-    """0, 1, 2, ... and then so many for each doubling, up to num_rows: int64, ascending, none twice."""
-    doublings = int(num_rows).bit_length() * per_doubling
-    edges = np.ceil(2.0 ** (np.arange(doublings + 1) / per_doubling)).astype(np.int64)
-    return np.unique(np.concatenate([[0], np.minimum(edges, num_rows), [num_rows]]))

@@ -23,7 +23,7 @@ from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
 from router.feature_schema import FeatureSchema
 from router.hot_keeper import HotBudget, HotRowsKeeper, HotStatus, learning_counter
-from router.hot_rows import HotRowsConfig, HotSet
+from router.hot_rows import HotRowsConfig, HotSet, KeyNumbers
 from router.plan import Plan
 from router.router import Router
 from router.shard import ReplicaSource, ReplicatedShard
@@ -38,6 +38,7 @@ from shard_node.wire.address import Address
 from shardrank_testing import bags as table_bags
 from shardrank_testing import nodes as running
 from shardrank_testing.deltas import StreamWriter, make_batch, register_version
+from shardrank_testing.keyed_tables import KeyedModel, keyed_spec, random_keys
 from shardrank_testing.snapshots import make_spec, write_snapshot
 from shardrank_testing.topologies import hot_keys, lookup, make_node, make_router
 
@@ -58,7 +59,7 @@ class Nodes:
         self.plan = Plan.make(snapshot.spec, 2, "hash", replicate_bytes=0)
         self.registry = open_registry(folder / "registry")
         self.fleet = FleetRegistry(self.registry)
-        self.publisher = AsyncDeltaPublisher(self.registry, MODEL, snapshot.version)
+        self.publisher = AsyncDeltaPublisher(self.registry, snapshot.spec.model, snapshot.version)
         self.nodes: dict[tuple[int, int], ShardNode] = {}
         self.addresses: dict[tuple[int, int], Address] = {}
         self._folder = folder
@@ -77,8 +78,9 @@ class Nodes:
         """Have these nodes, or all, follow deltas; the last one by the followers that are returned."""
         for name in names or self.nodes:
             followers = Followers(self.fleet)
-            payload = self.nodes[name].generations.payload(MODEL, self.snapshot.version)
-            await followers.reconcile(MODEL, {self.snapshot.version: payload})
+            model = self.snapshot.spec.model
+            payload = self.nodes[name].generations.payload(model, self.snapshot.version)
+            await followers.reconcile(model, {self.snapshot.version: payload})
             self.stack.push_async_callback(followers.close)
         return followers
 
@@ -259,6 +261,81 @@ async def test_rows_looked_up_most_are_learned_for_the_next_version(nodes):
     assert lookups % users.size == 0
     after = await nodes.keep(ROOMY, before=keeper.rows)
     np.testing.assert_array_equal(after.rows.current.keys, learned)
+
+
+async def test_keys_are_learned_and_come_and_go_with_their_copies(tmp_path):
+    """Deleted ones are asked of shards again, which say that they are missing; a later upsert brings them back."""
+    model = KeyedModel(tmp_path / "store", "fp32")
+    async with AsyncExitStack() as stack:
+        nodes = await Nodes(tmp_path, model.snapshot, stack).start()
+        await nodes.follow()
+        keeper = await nodes.keep(ROOMY)
+        router, hot = nodes.router(keeper), keeper.rows
+        # What is missing is counted too, and no copy is made of it.
+        drawn = [model.bags(max_bags=6) for _ in range(20)]
+        asked = {name: np.concatenate([keys_of(model, bags, name) for bags in drawn]).tolist() for name in model.keyed}
+
+        async def check() -> int:
+            for bags in drawn:
+                model.check(bags, await lookup(router, model.snapshot, bags))
+            return int(hot.counts()[1][model.schema.layout.is_keyed].sum())
+
+        def have_all(sequence: int) -> bool:
+            return min(*map(sequence_of, nodes.nodes.values()), hot.deltas.sequence) >= sequence
+
+        # All of them fit, but those that are missing.
+        known_asked = sum(key in model.rows[name] for name, keys in asked.items() for key in keys)
+        while (before := await check()) < known_asked:
+            continue
+        for name, keys in asked.items():
+            known = sorted({*keys} & {*model.rows[name]})
+            for change in ("delete", "upsert", "delete"):
+                some = np.array(known[:: 2 if change == "delete" else 3])
+                if change == "delete":
+                    sequence = await nodes.publisher.delete(name, some)
+                    model.delete(name, some)
+                else:
+                    rows = model.rng.normal(size=(some.size, model.keyed[name].embedding_dim)).astype(np.float32)
+                    sequence = await nodes.publisher.upsert(name, some, rows)
+                    model.put(name, some, rows)
+                await until(partial(have_all, sequence))
+                await check()
+        assert 0 < await check() < before
+        after = await nodes.keep(ROOMY, before=hot)
+        assert {*after.rows.current.rows.tolist()} == {*hot.current.rows.tolist()}
+        router = nodes.router(after)
+        await check()
+
+
+def keys_of(model: KeyedModel, bags: Bags, table: str) -> np.ndarray:
+    of_table = [
+        number for number, each in enumerate(model.schema.features) if model.spec.table_of(each.name).name == table
+    ]
+    return bags.values[np.isin(bags.keys, of_table).repeat(bags.values_per_key())]
+
+
+def test_keys_keep_their_numbers_until_they_are_forgotten():
+    layout, rng = TableLayout.of(keyed_spec()), np.random.default_rng(4)
+    films, plain, shops = (layout.index[name] for name in ("films", "plain", "shops"))
+    numbers, keys = KeyNumbers(layout, 100), random_keys(rng, 60)
+    tables = np.repeat([films, plain, shops], [60, 30, 40])
+    rows = np.concatenate([keys, np.arange(30), keys[:40]])
+    counted = numbers.counted(tables, rows)
+    assert np.unique(counted).size == rows.size
+    assert (counted >> TABLE_SHIFT).tolist() == tables.tolist()
+    assert numbers.rows(counted).tolist() == rows.tolist()
+    # A hundred have room: of the others some are not counted, whichever.
+    more = numbers.counted(np.full(90, films), np.concatenate([keys, np.arange(10**6, 10**6 + 90)])[-90:])
+    assert numbers.counted(tables, rows).tolist() == counted.tolist()
+    assert more.size == 40
+    kept = counted[10:20]
+    numbers.keep(np.concatenate([kept, counted[tables == shops]]))
+    assert numbers.rows(numbers.counted(tables[10:20], rows[10:20])).tolist() == rows[10:20].tolist()
+    assert numbers.counted(tables[10:20], rows[10:20]).tolist() == kept.tolist()
+    others = random_keys(rng, 90)
+    known = numbers.counted(np.full(90, films), others)
+    assert numbers.rows(known).tolist() == others.tolist()[: known.size]
+    assert known.size == 90
 
 
 async def test_without_a_registry_a_delta_empties_the_tier(nodes, caplog):

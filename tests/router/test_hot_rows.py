@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loader.access_counts import AccessCounter
 from router.errors import HotRowsError
-from router.hot_rows import ROW_OVERHEAD_BYTES, HotIndex, HotRows, HotRowsConfig, HotSet
+from router.hot_rows import ROW_OVERHEAD_BYTES, HotRows, HotRowsConfig, HotSet
 from shard_node.access_counts import TABLE_SHIFT
 from shard_node.answer import ReplyEncoding
 from shard_node.bags import Bags
@@ -32,27 +32,6 @@ from shardrank_testing.topologies import (
 )
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
-KEYS = st.integers(0, 40).flatmap(lambda table: st.integers(0, 2**32 - 1).map(lambda row: (table << TABLE_SHIFT) + row))
-# Every 2^k-th row from somewhere on: what a multiplicative hash may take badly.
-PROGRESSIONS = st.builds(
-    lambda first, shift, count: [first + (number << shift) for number in range(count)],
-    st.integers(0, 2**40),
-    st.integers(0, 30),
-    st.integers(1, 300),
-)
-
-
-@given(st.one_of(st.lists(KEYS, max_size=300), PROGRESSIONS), st.lists(KEYS, max_size=50))
-def test_the_index_finds_what_a_dictionary_finds(keys, others):
-    ascending = np.unique(np.array(keys, np.int64))
-    numbers = {key: number for number, key in enumerate(ascending.tolist())}
-    index = HotIndex(ascending)
-    # Neighbours of what is there are the likeliest to be taken for it.
-    sought = np.array([*keys, *others, *(key + 1 for key in keys), *keys], np.int64)
-    at, is_here = index.find(sought)
-    assert is_here.tolist() == [key in numbers for key in sought.tolist()]
-    assert index.numbers.take(at[is_here]).tolist() == [numbers[key] for key in sought.tolist() if key in numbers]
-    assert index.size_bytes <= 48 * ascending.size + 12 * 64
 
 
 @pytest.fixture(scope="module")

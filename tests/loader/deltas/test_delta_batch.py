@@ -12,10 +12,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.deltas.batch import MAX_BATCH_BYTES, MAX_BATCH_ROWS, DeltaBatch, encode_rows, rows_per_batch
+from loader.deltas.batch import MAX_BATCH_BYTES, MAX_BATCH_ROWS, DeltaBatch, rows_per_batch
 from loader.errors import DeltaFormatError
 from loader.snapshot.tables import TableSpec
-from shardrank_testing.deltas import delta_spec, encoded, make_batch
+from shardrank_testing.deltas import delta_spec, encode_rows, encoded, make_batch
 
 DTYPES = ["int8", "int4", "fp16", "fp32"]
 FIELDS = [name for name in DeltaBatch.__slots__ if name not in ("rows", "stored")]

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loader.deltas.batch import encode_rows
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
@@ -24,7 +23,7 @@ from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
 from shardrank_testing.card_engines import OnCards, OnCpu, engine_params
-from shardrank_testing.deltas import assert_stored, delta_spec, encoded, export_state, stored_rows
+from shardrank_testing.deltas import assert_stored, delta_spec, encode_rows, encoded, export_state, stored_rows
 from shardrank_testing.reference import ReferenceEngine
 from shardrank_testing.snapshots import model_of, plain_buckets, random_rows, random_tables, table_of, write_snapshot
 from shardrank_testing.topologies import decoded_tables

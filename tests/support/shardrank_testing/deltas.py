@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.deltas.batch import DeltaBatch, encode_rows
+from loader.deltas.batch import DeltaBatch, checked_rows, encode_checked
 from loader.deltas.chain import (
     DIGEST_BYTES,
     HEADS_BYTES,
@@ -43,6 +43,12 @@ from shardrank_testing.divided import DividedModel, divided_model
 from shardrank_testing.snapshots import model_of, table_of, write_snapshot
 
 MODEL = "fresh"
+
+
+def encode_rows(table: TableSpec, rows: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Changed rows of a table and how they are stored, as a publisher makes them."""
+    numbers, floats = checked_rows(table.name, table.num_embeddings, table.embedding_dim, rows, values)
+    return numbers, encode_checked(table, floats, f"table {table.name!r}", numbers)
 
 
 def delta_spec(dtypes: tuple[RowDtype, ...] = ("int8", "int4", "fp16", "fp32"), rows: int = 300) -> ModelSpec:
