@@ -203,6 +203,7 @@ class VersionStats(Record):
         errors: of those, the server's faults.
         latency_counts: answers by latency, one more than `LATENCY_BOUNDS_MS`; empty for none.
         score_count, score_sum, score_square_sum: of all scores of such requests.
+        keys, missing_keys: looked up in tables with keys, and those of them that their tables had not.
     """
 
     requests: int = 0
@@ -211,6 +212,8 @@ class VersionStats(Record):
     score_count: int = 0
     score_sum: float = 0.0
     score_square_sum: float = 0.0
+    keys: int = 0
+    missing_keys: int = 0
 
 
 class HotReport(Record):

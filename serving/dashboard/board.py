@@ -85,7 +85,7 @@ MAX_SOURCES = 4096
 RECENT_S = 60.0
 QUANTILES = (0.5, 0.95, 0.99)
 
-_LATENCIES = 4  # before them requests, errors, lookups and hits
+_LATENCIES = 6  # before them requests, errors, lookups and hits, keys and missing ones
 _NONE = np.zeros(_LATENCIES + len(LATENCY_BOUNDS_MS) + 1, np.int64)
 Counts = npt.NDArray[np.int64]
 _Source: TypeAlias = tuple[str, int, str, int]
@@ -93,7 +93,7 @@ _Source: TypeAlias = tuple[str, int, str, int]
 
 
 class History:
-    """Counts of requests, errors, latencies and hot rows by version, of the last `num_slots` times `slot_s` seconds.
+    """Counts of requests, errors, latencies, hot rows and keys by version, of the last `num_slots` x `slot_s` seconds.
 
     A slot in which nothing was observed, or which was not seen from its beginning, is unknown. `now` is in seconds, of
     whatever clock; one that is set back adds to the last slot.
@@ -155,7 +155,10 @@ class History:
         latencies = stats.latency_counts[: _NONE.size - _LATENCIES]
         lookups = (0, 0) if hot is None else (hot.lookups, hot.hits)
         counts = _NONE.copy()
-        counts[: _LATENCIES + len(latencies)] = (stats.requests, stats.errors, *lookups, *latencies)
+        counts[: _LATENCIES + len(latencies)] = (
+            *(stats.requests, stats.errors, *lookups, stats.keys, stats.missing_keys),
+            *latencies,
+        )
         # Taken out and put in again, so that those that have ended are the first.
         before = self._last.pop(source, None)
         self._last[source] = counts
@@ -166,9 +169,10 @@ class History:
 
 
 def _numbers(counts: Counts | None) -> dict[str, float | None]:
-    requests, errors, lookups, hits, *latencies = (_NONE if counts is None else counts).tolist()
+    requests, errors, lookups, hits, keys, missing, *latencies = (_NONE if counts is None else counts).tolist()
     percentiles = {f"p{100 * quantile:g}": percentile_ms(latencies, quantile) for quantile in QUANTILES}
-    return {"requests": requests, "errors": errors, "hit_rate": hits / lookups if lookups else None, **percentiles}
+    shares = {"hit_rate": hits / lookups if lookups else None, "missing_rate": missing / keys if keys else None}
+    return {"requests": requests, "errors": errors, **shares, **percentiles}
 
 
 _UNKNOWN = dict.fromkeys(_numbers(None))

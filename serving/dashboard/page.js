@@ -90,14 +90,14 @@ function showModel(told) {
   part.why.textContent = why;
   showRollout(part.rollout, rollout);
   fill(part.versions,
-    ["version", "state", "#shards", "#replicas", "#serving", "#answering", "#requests/s", "#errors", "#p50 ms", "#p95 ms", "#p99 ms", "#hot rows hit", "#rows", "#updates", "published"],
+    ["version", "state", "#shards", "#replicas", "#serving", "#answering", "#requests/s", "#errors", "#p50 ms", "#p95 ms", "#p99 ms", "#hot rows hit", "#keys missing", "#rows", "#updates", "published"],
     told.versions.map((one) => {
       const recent = one.recent ?? {};
       const state = /^canary,/.test(one.role) ? "waiting" : one.role;
       return { cells: [
         String(one.version), tag(one.role, state), one.num_shards ? `${one.shards} of ${one.num_shards}` : "–", number(one.replicas), number(one.serving),
         number(one.answering), rate(recent.requests_per_s), percent(recent.error_rate), latency(recent.p50), latency(recent.p95), latency(recent.p99),
-        percent(recent.hit_rate, 1), bytes(one.rows_bytes), number(one.last_delta), one.published_at ? `${lasts(readTime() - one.published_at)} ago` : "–",
+        percent(recent.hit_rate, 1), percent(recent.missing_rate, 1), bytes(one.rows_bytes), number(one.last_delta), one.published_at ? `${lasts(readTime() - one.published_at)} ago` : "–",
       ] };
     }), "no version is known");
 }
@@ -173,8 +173,10 @@ function showPlots() {
     plot("requests", "Requests a second, by version", rate, shown.map((one) => line(one, one.requests.map((value) => (value === null ? null : value / history.slot_s)), `v${one.version}`)));
     plot("latency", "Latency, ms: p99 solid, p95 dashed, p50 dotted", latency, shown.flatMap((one) => [
       line(one, one.p99, `v${one.version} p99`), line(one, one.p95, `v${one.version} p95`, "mid"), line(one, one.p50, `v${one.version} p50`, "low")]));
-    if (tracks.some((one) => one.hit_rate.some((value) => value !== null))) {
-      plot("hot", "Lookups answered by hot rows", (value) => percent(value, 0), shown.map((one) => line(one, one.hit_rate, `v${one.version}`)), 1);
+    for (const [share, title] of [["hit_rate", "Lookups answered by hot rows"], ["missing_rate", "Keys that their tables have not"]]) {
+      if (tracks.some((one) => one[share].some((value) => value !== null))) {
+        plot(share, title, (value) => percent(value, 0), shown.map((one) => line(one, one[share], `v${one.version}`)), 1);
+      }
     }
   }
 }

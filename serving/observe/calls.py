@@ -178,6 +178,7 @@ class VersionCounter:
         self._answered, self._failed = ([0] * (len(LATENCY_BOUNDS_MS) + 1) for _ in range(2))
         self._score_count = 0
         self._score_sum = self._score_square_sum = 0.0
+        self._keys = self._missing_keys = 0
         self._totals = InferenceTotals()
 
     def ended(self, call: Call, outcome: Outcome | None, now: float) -> None:
@@ -217,6 +218,12 @@ class VersionCounter:
             self._score_sum += total
             self._score_square_sum += square
 
+    def looked_up(self, keys: int, missing: int) -> None:
+        """Add keys that were looked up in tables with keys, and how many were missing."""
+        with self._lock:
+            self._keys += keys
+            self._missing_keys += missing
+
     def stats(self) -> VersionStats:
         """Tell all counts as of one moment."""
         with self._lock:
@@ -228,6 +235,8 @@ class VersionCounter:
                 score_count=self._score_count,
                 score_sum=self._score_sum,
                 score_square_sum=self._score_square_sum,
+                keys=self._keys,
+                missing_keys=self._missing_keys,
             )
 
     def totals(self) -> InferenceTotals:

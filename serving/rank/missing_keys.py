@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from router.feature_schema import FeatureSchema
 from router.id_mapping import BagIds
+from serving.observe.calls import VersionCounter
 from serving.observe.metrics import ServingMetrics
 from serving.results import MissingKeys
 from shard_node.bags import Bags, Int64Array
@@ -18,13 +19,13 @@ FLUSH_S = 1.0
 
 
 class KeyCounter:
-    """Counts keys that were looked up in one version, found or not; the metrics are told about once a second.
+    """Counts keys that were looked up in one version, found or not; metrics and counter are told about once a second.
 
     It belongs to one event loop.
     """
 
-    def __init__(self, metrics: ServingMetrics, schema: FeatureSchema, version: int) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: ServingMetrics, counter: VersionCounter, schema: FeatureSchema, version: int) -> None:
+        self._metrics, self._counter = metrics, counter
         names = [feature.name for feature in schema.features]
         tables = [schema.spec.table_of(name) for name in names]
         named = zip(tables, names, strict=True)
@@ -46,10 +47,11 @@ class KeyCounter:
             asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
     def flush(self) -> None:
-        """Tell the metrics."""
+        """Tell the metrics and the counter."""
         counts, self._is_due = self._counts, False
         self._counts = np.zeros_like(counts)
         counts[:, ~self._is_keyed] = 0
+        self._counter.looked_up(int(counts.sum()), int(counts[1].sum()))
         for found, of_features in zip(("true", "false"), counts, strict=True):
             for feature in of_features.nonzero()[0].tolist():
                 self._metrics.count("keys", *self._labels[feature], found, by=int(of_features[feature]))

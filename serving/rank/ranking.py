@@ -271,7 +271,7 @@ class Ranking:
         self._counted = 0
         self._model_name = parts.schema.features.spec.model
         features = parts.schema.features
-        self._keys = KeyCounter(metrics, features, parts.version) if features.layout.has_keys else None
+        self._keys = KeyCounter(metrics, counter, features, parts.version) if features.layout.has_keys else None
         self._output_names = tuple(parts.schema.features.spec.dense_model.outputs)
         Ranking.set_weights(self, parts)
 

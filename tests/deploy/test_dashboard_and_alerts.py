@@ -50,6 +50,7 @@ VALUES = {
     "method": {"rank"},
     "replica": {"local"},
     "model": {""},
+    "found": {"true", "false"},
 }
 
 

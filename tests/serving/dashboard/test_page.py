@@ -82,6 +82,8 @@ class PlayedTraffic:
             score_count=100 * total,
             score_sum=31.4 * total,
             score_square_sum=14.2 * total,
+            keys=80 * total,
+            missing_keys=3 * total,
         )
         hot = HotReport(rows=180_000, size_bytes=25 * MB, lookups=lookups, hits=hits)
         node.told[version] = {"hot": hot, "leases": int(self._random.integers(1, 5))}
@@ -147,6 +149,7 @@ def test_a_rollout_is_told_step_by_step_with_its_guards(tmp_path):
         assert (version["serving"], version["answering"]) == (2, 2)
         assert version["recent"]["requests_per_s"] > 0
         assert 0 < version["recent"]["hit_rate"] < 1
+        assert version["recent"]["missing_rate"] == 3 / 80
 
     on_played(tmp_path, scenario)
 
@@ -331,7 +334,9 @@ def node(counts: dict[int, int], *, name: str = "serve-0", process: int = 1, hit
             model="films",
             version=version,
             state="ready",
-            stats=VersionStats(requests=count, errors=count // 10, latency_counts=(0, 0, count)),
+            stats=VersionStats(
+                requests=count, errors=count // 10, latency_counts=(0, 0, count), keys=4 * hits, missing_keys=hits
+            ),
             hot=HotReport(lookups=2 * hits, hits=hits) if hits else None,
         )
         for version, count in counts.items()
@@ -355,7 +360,7 @@ def test_each_slot_has_what_was_counted_in_it():
     assert (told["slot"], told["slot_s"]) == (history.last_slot, SLOT_S) == (203, 5.0)
     recent = history.recent("films", 1)
     assert recent is not None
-    assert (recent["requests_per_s"], recent["hit_rate"]) == (1.0, 0.5)
+    assert (recent["requests_per_s"], recent["hit_rate"], recent["missing_rate"]) == (1.0, 0.5, 0.25)
     assert recent["p50"] == recent["p99"] == LATENCY_BOUNDS_MS[2]
 
 

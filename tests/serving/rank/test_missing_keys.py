@@ -124,6 +124,8 @@ async def test_keys_are_counted_by_feature(api: Api):
     counts = {"film": ("films", 2, 1), "seen": ("films", 1, 2), "shop": ("shops", 2, 1), "plain": ("plain", 0, 0)}
     for feature, (table, found, missing) in counts.items():
         assert (counted(feature, table, "true"), counted(feature, table, "false")) == (found, missing)
+    stats = api.service.generations.all()[0].payload.counter.stats()
+    assert (stats.keys, stats.missing_keys) == (9, 4)
 
 
 @pytest.mark.parametrize(
