@@ -198,9 +198,6 @@ class ArenaLoad(TableLoad):
     def _place_keyed(self, number: int, filling: _Filling) -> TablePlace:
         table, is_local, keyed = self._layout.tables[number], self._cards[number] >= 0, self._keyed
         assert keyed is not None
-        if (num_keys := int(self._bucket_rows[number][is_local].sum())) > (allowed := keyed.capacity[number]):
-            problem = f"{num_keys} keys in the buckets that are here, at most {allowed} are allowed of its capacity"
-            raise SnapshotCorruptError(f"{self._snapshot.path}: table {table.name!r}: {problem}")
         first = filling.next_slot
         filling.rows[first] = self._snapshot.missing_row(table.name)
         for index, order in enumerate(self._orders[number]):
@@ -211,11 +208,7 @@ class ArenaLoad(TableLoad):
                 piece = positions[begin:end]
                 of_rows, stored = keys.take(piece), source.take(piece, axis=0)
                 check_finite(file, table, stored, of_rows)
-                planned = keyed.plan_upsert(number, of_rows)
-                if not (planned.is_new.all() and keyed.local(number, of_rows).all()):
-                    raise SnapshotCorruptError(f"{file}: table {table.name!r}: keys twice, or not by bucket")
-                keyed.insert(number, of_rows, planned)
-                filling.rows[first + planned.rows] = stored
+                filling.rows[first + keyed.load(file, number, of_rows)] = stored
                 self._done_bytes += stored.nbytes
                 self._progress("load", self._done_bytes, self._total_bytes)
         filling.next_slot += 1 + keyed.capacity[number]

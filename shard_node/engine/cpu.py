@@ -16,15 +16,12 @@ from shard_node.answer import NONE_MISSING, Answer, StoredRows, group_keys, trav
 from shard_node.bags import Bags, Float32Array, Group, Int64Array, TableLayout
 from shard_node.engine.arena import NOT_HERE, PAGE_BYTES, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier, write_pieces
-from shard_node.engine.keyed_tables import KeyedTables, Upsert
-from shard_node.errors import InvalidBagsError
+from shard_node.engine.keyed_tables import KeyedTables, RowWrite, Upsert, not_keyed
 from shard_node.generation import RowLock
 from shard_node.split import add, split
 
 Of = TypeVar("Of")
 CLAIM_BYTES: Final = 1 << 20  # For pages of mapped tables, and rows of new keys, at a time.
-KEYS_PER_WRITE: Final = 512
-"""That are inserted or deleted while lookups wait: in some tenths of a millisecond."""
 
 
 class _GroupArenas(NamedTuple):
@@ -100,44 +97,26 @@ class CpuEngine:
     ) -> tuple[int, int]:
         """As `Engine.update_keys`."""
         keyed = self._keyed
-        if keyed is None or not self.layout.is_keyed[list(tables)].all():
-            raise InvalidBagsError(f"tables {[self.layout.tables[table].name for table in tables]} have no keys")
-        by_table = [] if stored is None else self.layout.rows_by_table(tuple(tables), keys, stored)
-        # Slices of a table may be on different nodes.
-        of_tables = [keyed.local(table, keys).nonzero()[0] for table in tables]
-        at = functools.reduce(np.union1d, of_tables)
-        num_present = 0
+        if keyed is None:
+            raise not_keyed(self.layout, tables)
         with self._writing:
-            plans = [
-                keyed.plan_upsert(table, keys[of_table])
-                for table, of_table in zip(tables, of_tables, strict=True)
-                if by_table
-            ]
-            if by_table:
-                self._claim_rows(keyed, tables, plans)
-            for begin in range(0, at.size, KEYS_PER_WRITE):
-                piece = at[begin : begin + KEYS_PER_WRITE]
-                pieces = [slice(*of_table.searchsorted([piece[0], piece[-1] + 1]).tolist()) for of_table in of_tables]
-                self._row_lock.begin_write()
-                try:
-                    present = [np.zeros(0, np.int64)]
-                    for number, (table, of_table, of_piece) in enumerate(zip(tables, of_tables, pieces, strict=True)):
-                        if by_table:
-                            plan = plans[number].piece(of_piece)
-                            self._write_keyed(table, plan.rows, by_table[number][1][of_table[of_piece]])
-                            keyed.insert(table, keys[of_table[of_piece]], plan)
-                            present.append(of_table[of_piece][~plan.is_new])
-                        else:
-                            present.append(of_table[of_piece][keyed.remove(table, keys[of_table[of_piece]])])
-                    num_present += functools.reduce(np.union1d, present).size
-                finally:
-                    self._row_lock.end_write()
-        return at.size, num_present
+            claim = functools.partial(self._claim_rows, keyed, tables)
+            return keyed.update(tables, keys, stored, claim, self._change_keys)
+
+    def _change_keys(self, writes: Sequence[RowWrite], change: Callable[[], None]) -> None:
+        self._row_lock.begin_write()
+        try:
+            for table, rows, stored in writes:
+                self._write_keyed(table, rows, stored)
+            change()
+        finally:
+            self._row_lock.end_write()
 
     def _claim_rows(self, keyed: KeyedTables, tables: Sequence[int], plans: Sequence[Upsert]) -> None:
         """Claim the memory that rows take which were never used before."""
         size_bytes = 0
-        for table, plan in zip(tables, plans, strict=True):
+        # Deletions have no plans.
+        for table, plan in zip(tables, plans, strict=False):
             spec = self.layout.tables[table]
             fresh = int((plan.rows >= keyed.used[table]).sum())
             size_bytes += fresh * RowCodec(spec.dtype, spec.embedding_dim).row_bytes

@@ -7,20 +7,24 @@ and the buckets that it holds, so that all replicas of a shard refuse the same d
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import DeltaError
+from loader.errors import DeltaError, SnapshotCorruptError
 from loader.snapshot.buckets import key_buckets
 from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.engine.key_index import ABSENT, KeyIndex
 from shard_node.errors import InvalidBagsError
 
 MISSING_ROW: Final = 0
+KEYS_PER_WRITE: Final = 512
+"""That are inserted or deleted while lookups wait: in some tenths of a millisecond."""
 _CHANCE_SIGMAS, _CHANCE_KEYS = 6, 16
 MAX_KEYS: Final = 2**32 - 3
 
@@ -52,6 +56,19 @@ class Upsert(NamedTuple):
     def piece(self, chosen: slice) -> Upsert:
         """Return some of it."""
         return Upsert(self.rows[chosen], self.is_new[chosen])
+
+
+class RowWrite(NamedTuple):
+    """Rows of a table, int64 [n], that get these stored ones, uint8 [n, row_bytes]."""
+
+    table: int
+    rows: Int64Array
+    stored: npt.NDArray[np.uint8]
+
+
+def not_keyed(layout: TableLayout, tables: Sequence[int]) -> InvalidBagsError:
+    """Return the error for an update of keys of tables that have none."""
+    return InvalidBagsError(f"tables {[layout.tables[table].name for table in tables]} have no keys")
 
 
 class KeyedTables:
@@ -139,6 +156,70 @@ class KeyedTables:
         again = self._free[table].last(num_new)
         rows[is_new] = np.concatenate([again, np.arange(num_new - again.size) + self.used[table]])
         return Upsert(rows, is_new)
+
+    def load(self, file: Path, table: int, keys: Int64Array) -> Int64Array:
+        """Return the rows for keys, int64 [n], of a file, which it then has. Raises SnapshotCorruptError."""
+        try:
+            planned = self.plan_upsert(table, keys)
+        except DeltaError as error:
+            raise SnapshotCorruptError(f"{file}: {error}") from error
+        if not (planned.is_new.all() and self.local(table, keys).all()):
+            name = self._layout.tables[table].name
+            raise SnapshotCorruptError(f"{file}: table {name!r}: keys twice, or not by bucket")
+        self.insert(table, keys, planned)
+        return planned.rows
+
+    def update(
+        self,
+        tables: Sequence[int],
+        keys: Int64Array,
+        stored: npt.NDArray[np.uint8] | None,
+        claim: Callable[[Sequence[Upsert]], object],
+        change: Callable[[list[RowWrite], Callable[[], None]], object],
+    ) -> tuple[int, int]:
+        """Change the keys and rows of an engine, as `Engine.update_keys`. One thread at a time.
+
+        `claim` claims memory for the rows of each table. `change`, called for some keys at a time, writes rows and
+        calls what then changes their keys, all of it while no lookup is between finding rows and reading them.
+        """
+        if not self._layout.is_keyed[list(tables)].all():
+            raise not_keyed(self._layout, tables)
+        by_table = [] if stored is None else self._layout.rows_by_table(tuple(tables), keys, stored)
+        # Slices of a table may be on different nodes.
+        of_tables = [self.local(table, keys).nonzero()[0] for table in tables]
+        at = functools.reduce(np.union1d, of_tables)
+        plans = [
+            self.plan_upsert(table, keys[of_table])
+            for table, of_table in zip(tables, of_tables, strict=True)
+            if by_table
+        ]
+        claim(plans)
+        is_present = np.zeros(keys.size, np.bool_)
+        for begin in range(0, at.size, KEYS_PER_WRITE):
+            edges = at[begin], at[min(begin + KEYS_PER_WRITE, at.size) - 1] + 1
+            writes, changes = list[RowWrite](), list[tuple[int, Int64Array, Upsert | None]]()
+            for number, (table, of_table) in enumerate(zip(tables, of_tables, strict=True)):
+                piece = slice(*of_table.searchsorted(edges).tolist())
+                plan, chosen = plans[number].piece(piece) if plans else None, of_table[piece]
+                if plan is not None:
+                    writes.append(RowWrite(table, plan.rows, by_table[number][1][chosen]))
+                changes.append((table, chosen, plan))
+            change(writes, functools.partial(self._change, keys, changes, is_present))
+        return at.size, int(is_present.sum())
+
+    def _change(
+        self,
+        keys: Int64Array,
+        changes: Sequence[tuple[int, Int64Array, Upsert | None]],
+        is_present: npt.NDArray[np.bool_],
+    ) -> None:
+        """Insert keys of each table, by their positions, or remove those that have no plan; note which were there."""
+        for table, at, plan in changes:
+            if plan is None:
+                is_present[at] |= self.remove(table, keys[at])
+            else:
+                self.insert(table, keys[at], plan)
+                is_present[at] |= ~plan.is_new
 
     def insert(self, table: int, keys: Int64Array, planned: Upsert) -> None:
         """Give planned keys their rows: all of a plan, or pieces of it one after the other. No lookup may run."""
