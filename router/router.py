@@ -286,7 +286,7 @@ class Router:
             started_at = self._clock()
         blocks, requested, missing = cast("list[Float32Array]", answer.sums), mapped.bags, NO_IDS
         if answer.missing.size:
-            without = self._without_missing(requested, LookedUp(num_rows, complete, by_lookup), blocks, answer.missing)
+            without = self.without_missing(requested, LookedUp(num_rows, complete, by_lookup), answer.missing, blocks)
             missing, requested, (num_rows, complete, by_lookup) = without
         starts, first_in_group = by_lookup.bag_starts(), self._first_in_group
         if by_lookup.keys.size < self._lookups.feature.size:
@@ -376,13 +376,17 @@ class Router:
             age_ms = oldest([answer.age_ms for answer in answers])
             return Answer(blocks, sequence=sequence, age_ms=age_ms, missing=in_order)
 
-    def _without_missing(
-        self, by_feature: Bags, looked_up: LookedUp, blocks: list[Float32Array], positions: npt.NDArray[np.integer[Any]]
+    def without_missing(
+        self,
+        by_feature: Bags,
+        looked_up: LookedUp,
+        positions: npt.NDArray[np.integer[Any]],
+        blocks: list[Float32Array] | None = None,
     ) -> tuple[BagIds, Bags, LookedUp]:
         """Tell which keys have no row, and take those out of bags, and out of blocks, whose table leaves them out.
 
         `positions`, [k], are of values of `looked_up.rows`. What one slice of a table misses, all do: a delta may have
-        come to one of them before the others.
+        come to one of them before the others. `blocks` are None where nothing is pooled yet.
         """
         lookups, rows = self._lookups, looked_up.rows
         segment = np.searchsorted(rows.value_starts(), positions, side="right") - 1
@@ -407,8 +411,9 @@ class Router:
         gone = np.searchsorted(rows.offsets, all_positions[is_row], side="right") - 1
         groups = lookups.group[number[is_row]]
         at_group = rows.bag_starts()[np.searchsorted(rows.keys, lookups.group_starts[groups])]
-        for group in np.unique(groups).tolist():
-            blocks[group] = np.delete(blocks[group], (gone - at_group)[groups == group], axis=0)
+        if blocks is not None:
+            for group in np.unique(groups).tolist():
+                blocks[group] = np.delete(blocks[group], (gone - at_group)[groups == group], axis=0)
         gone_per_key = np.bincount(segment[is_row], minlength=rows.keys.size)
         gone_rows = np.bincount(of_feature[is_row & is_first], minlength=by_feature.keys.size)
         complete, kept = looked_up.complete, _without(rows, all_positions, gone, gone_per_key)

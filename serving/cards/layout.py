@@ -22,9 +22,8 @@ from torch import Tensor
 from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from router.id_mapping import MappedBags
-from router.router import Router
+from router.router import LookedUp, Router
 from serving.models.inputs import InputShapes, Run, find_runs, write_run
-from shard_node.bags import Bags
 from shard_node.cuda.batch import BatchSize, OutputRuns
 from shard_node.cuda.kernel_params import MODES, OutDtype, round_up
 
@@ -105,7 +104,8 @@ class CardLayout:
         areas: of the output: the candidates' matrix, the context's, one for each sequence, then scratch.
         sequences: (flat index, name, dim) of each sequence feature.
         sums: what is to be done with scratch before the model runs. Empty where no table is divided.
-        num_keys: of the bags that are pooled: features; where tables are divided, lookups.
+        num_keys: of the bags that are pooled: features; where tables are divided or have keys, lookups.
+        tables: int64 [lookups], the stored table of each.
         values_per_id: int64 [features], values that are pooled for an id.
     """
 
@@ -119,13 +119,14 @@ class CardLayout:
         )
         lookups, tables = schema.lookups, [spec.table_of(feature.name) for feature in schema.features]
         self._schema = schema
-        self._tables = lookups.table.astype(np.int64)
+        self.tables = lookups.table.astype(np.int64)
         self._features = lookups.feature.astype(np.int64)
-        self._is_divided = bool(spec.divided)
-        self.num_keys = lookups.feature.size if self._is_divided else len(schema.features)
+        # Slices of a table with keys have rows of their own for the same ids, as parts have.
+        self._by_lookup = bool(spec.divided) or schema.layout.has_keys
+        self.num_keys = lookups.feature.size if self._by_lookup else len(schema.features)
         # What comes row by row from parts is a bag for each id, and a part has not all ids of a bag to divide by.
         num_parts = np.array([len(spec.parts(table)) for table in tables])
-        self._by_id = schema.is_none & self._is_divided
+        self._by_id = schema.is_none & self._by_lookup
         self._is_mean_of_parts = schema.is_mean & (num_parts > 1)
         self._has_mean_of_parts = bool(self._is_mean_of_parts.any())
         modes = np.where(schema.is_none, MODES["none"], np.where(schema.is_mean, MODES["mean"], MODES["sum"]))
@@ -161,10 +162,10 @@ class CardLayout:
                 self.areas.append(Area(area.rows, width))
         self.sums = tuple(sums)
 
-    def pooled(self, router: Router, mapped: MappedBags) -> Bags:
+    def looked_up(self, router: Router, mapped: MappedBags) -> LookedUp:
         """Find what is pooled of a batch of all features, `num_keys` keys: its bags, or the bags of all lookups."""
-        if not self._is_divided:
-            return mapped.bags
+        if not self._by_lookup:
+            return LookedUp(mapped.bags.bags_per_key, mapped.bags, mapped.bags)
         if self._has_mean_of_parts:
             lengths = mapped.bags.lengths
             divisors = np.where(np.repeat(self._is_mean_of_parts, mapped.bags.bags_per_key), np.maximum(lengths, 1), 1)
@@ -172,7 +173,7 @@ class CardLayout:
             if mapped.bags.weights is not None:
                 weights *= mapped.bags.weights
             mapped = replace(mapped, bags=mapped.bags.with_values(mapped.bags.values, weights))
-        return router.rows_to_fetch(mapped).rows
+        return router.rows_to_fetch(mapped)
 
     def combine(self, areas: Sequence[Tensor], projections: Mapping[str, Tensor]) -> None:
         """Write what is in scratch into the inputs of a whole class; idempotent.
@@ -188,7 +189,7 @@ class CardLayout:
     def size(self, batch_class: BatchClass) -> BatchSize:
         """Say what the largest batch of a class takes."""
         bags = np.where(self._schema.is_context, batch_class.num_requests, batch_class.num_candidates).astype(np.int64)
-        if self._is_divided:
+        if self._by_lookup:
             bags = np.where(self._by_id, batch_class.num_values, bags)[self._features]
         return BatchSize(bags, batch_class.num_values, self.weighted, self.extra_bytes(batch_class))
 
@@ -199,7 +200,7 @@ class CardLayout:
         steps = np.array([area.width for area in self.areas], np.int64)[self._areas]
         # Slices of a feature's table pool the same bags.
         keys = self._features if self.num_keys < self._features.size else None
-        return OutputRuns(self._tables, self._modes, starts, steps, DTYPE_NAMES[self.dtype], total, keys)
+        return OutputRuns(self.tables, self._modes, starts, steps, DTYPE_NAMES[self.dtype], total, keys)
 
     def area_starts(self, batch_class: BatchClass) -> tuple[list[int], int]:
         """Return where each area of the output begins for the largest batch of a class, and the end, in elements."""

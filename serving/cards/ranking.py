@@ -21,6 +21,7 @@ import torch
 
 from loader.errors import DeadlineExceededError
 from loader.snapshot.golden import GoldenRequests
+from router.id_mapping import NO_IDS
 from router.router import Router
 from serving.cards.layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
 from serving.limits import RequestLimits
@@ -156,9 +157,12 @@ class CardBatch:
             raise
         self._ranking = ranking
 
-    def score(self, batch: MergedBatch) -> Float32Array:
-        """Score what was filled in: float32 [N], a copy. Blocks, without the GIL. Raises MemoryBudgetError."""
-        self._put(batch)
+    def score(self, batch: MergedBatch, fill: Callable[[], None] = lambda: None) -> Float32Array:
+        """Score what was filled in: float32 [N], a copy. Blocks, without the GIL. Raises MemoryBudgetError.
+
+        Or what is filled in by `fill`, which no row write comes between and the lookup.
+        """
+        self._put(batch, fill)
         self._lane.stream.synchronize()
         self.num_uses += 1
         return self._host_scores[: batch.candidate_dense.shape[0]].copy()
@@ -170,9 +174,14 @@ class CardBatch:
         self._scores.free()
         self._down.free()
 
-    def _put(self, batch: MergedBatch | None) -> None:
+    def _put(self, batch: MergedBatch | None, fill: Callable[[], None] = lambda: None) -> None:
         """Put the work on the stream: of the batch that was filled in, or, for None, what all of the class share."""
-        self._lane.launch(self._slot.enqueue)
+
+        def look_up() -> None:
+            fill()
+            self._slot.enqueue()
+
+        self._lane.launch(look_up)
         if self._ranking is not None:
             self._ranking.replay(self._lane.stream)
         elif not self._layout.sequences:
@@ -246,12 +255,12 @@ class CardScorer:
         """List those that have buffers for a model, the latest used first."""
         return [batch_class for of, batch_class in reversed(self._batches) if of is model]
 
-    def pack(self, model: CardModel, batch: MergedBatch, bags: Bags, pooled: Bags) -> CardBatch:
-        """Find or make the buffers for a batch, and fill them; arguments as of `CardBatch.fill`.
+    def buffers(self, model: CardModel, batch: MergedBatch, num_values: int) -> CardBatch:
+        """Find or make the buffers for a batch, of which so many values are pooled.
 
-        Raises InvalidBagsError for a row outside its table, MemoryBudgetError where a batch of that size has no room.
+        Raises MemoryBudgetError where a batch of that size has no room.
         """
-        counts = batch.candidate_dense.shape[0], batch.context_dense.shape[0], pooled.num_values
+        counts = batch.candidate_dense.shape[0], batch.context_dense.shape[0], num_values
         key = model, BatchClass.of(*counts)
         if (buffers := self._batches.get(key)) is None:
             try:
@@ -267,7 +276,6 @@ class CardScorer:
         self._batches.move_to_end(key)
         if buffers.num_uses >= USES_BEFORE_CAPTURE and self._deserves_graph(model, buffers):
             self._capture(buffers)
-        buffers.fill(batch, bags, pooled)
         return buffers
 
     def warm(self, model: CardModel, batch_class: BatchClass, fraction: float = 1.0) -> bool:
@@ -356,7 +364,8 @@ def scorer_on_card(
 class CardRanking(Ranking):
     """Ranks batches on one card. Belongs to the event loop, and thread, of its replica.
 
-    The stage `lookup` is the host's part of a batch: ids to rows, and packing; `rank` is pooling and the dense model.
+    The stage `lookup` is the host's part of a batch: ids to rows, and packing; `rank` is pooling and the dense model,
+    and, of tables with keys, finding these and packing too.
     """
 
     def __init__(
@@ -400,15 +409,30 @@ class CardRanking(Ranking):
         sequence, age_ms = self.router.local_freshness(self._model_name, self.parts.version)
         chosen = self.choose(sequence, age_ms)
         model = self._on_card(chosen)
-        packed = self.scorer.pack(model, batch, mapped.bags, model.layout.pooled(self.router, mapped))
+        looked_up, missing = model.layout.looked_up(self.router, mapped), NO_IDS
+        buffers = self.scorer.buffers(model, batch, looked_up.rows.num_values)
+
+        def fill_found() -> None:
+            nonlocal missing
+            rows, positions = self.scorer.lane.find_keys(looked_up.rows, model.layout.tables)
+            by_feature, found = mapped.bags, looked_up._replace(rows=rows)
+            if positions.size:
+                # A key that is left out is no part of a mean, or of a sequence: it is not pooled.
+                missing, by_feature, found = self.router.without_missing(by_feature, found, positions)
+            buffers.fill(batch, by_feature, found.rows)
+
+        if self._keys is None:
+            buffers.fill(batch, mapped.bags, looked_up.rows)
         ready = self._clock()
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
-        scores = packed.score(batch)
+        scores = buffers.score(batch) if self._keys is None else buffers.score(batch, fill_found)
+        if self._keys is not None:
+            self._keys.add(batch.bags, missing)
         if times is not None:
             times.lookup_s, times.rank_s = ready - started_at, self._clock() - ready
-        self.metrics.count("card_batches", self._model_name, "graph" if packed.is_graph else "launches")
-        return Scored(scores[None, :], mapped.rejected, chosen.dense_step, sequence, age_ms)
+        self.metrics.count("card_batches", self._model_name, "graph" if buffers.is_graph else "launches")
+        return Scored(scores[None, :], mapped.rejected, chosen.dense_step, sequence, age_ms, missing)
 
     def warm(self, golden: GoldenRequests | None) -> None:
         """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""

@@ -264,10 +264,14 @@ class BatchViews:
         for target in self.blocks:
             target[:, 0] = NO_RUN
 
+    def write_values(self, bags: Bags) -> None:
+        """Write the values alone; bags are those that are packed."""
+        np.copyto(self.values[: bags.num_values], bags.values, casting="unsafe")
+
     def pack(self, bags: Bags, blocks: Blocks) -> None:
         """Write what changes from batch to batch. The batch is known to fit."""
         num_values, first_offset = bags.num_values, self.offsets.size - bags.offsets.size
-        np.copyto(self.values[:num_values], bags.values, casting="unsafe")
+        self.write_values(bags)
         np.copyto(self.offsets[first_offset:], bags.offsets, casting="unsafe")
         if self.weights is not None:
             self.weights[:num_values] = 1.0 if bags.weights is None else bags.weights

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shard_node.access_counts import LookupSampler
-from shard_node.answer import Answer
-from shard_node.bags import Bags, Float32Array, Int64Array
+from shard_node.answer import NONE_MISSING, Answer
+from shard_node.bags import Bags, Float32Array, Int64Array, TableLayout
 from shard_node.cuda.batch import (
     MAX_BATCH_VALUES,
     BatchLayout,
@@ -32,6 +32,7 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.kernel_params import CHUNK_BYTES, MODES, OUT_DTYPES, BatchParams, OutDtype
 from shard_node.cuda.uploads import RowWriter, Upload, capacity_for
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, write_pieces
+from shard_node.engine.keyed_tables import KeyedTables, not_keyed
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
 
@@ -75,6 +76,18 @@ class CardStream:
         runs, not while the card works.
         """
         self.rows.order.read(self._reader, work)
+
+    def find_keys(self, bags: Bags, tables: Int64Array) -> tuple[Bags, Int64Array]:
+        """Return bags with rows in place of keys, and the positions of values whose key is missing.
+
+        Keys of the bags are of `tables`, int64 [S]. Called by a `launch`'s work, which looks the rows up: later they
+        may be other keys'. Raises InvalidBagsError for a missing key of another node.
+        """
+        if self.rows.keyed is None:
+            return bags, np.zeros(0, np.int64)
+        by_table = Bags(tables.astype(np.int32), bags.bags_per_key, bags.offsets, bags.values)
+        found, missing = self.rows.keyed.rows_of(by_table, bags.values_per_key())
+        return bags.with_values(found.values, bags.weights), missing
 
     def wait(self) -> None:
         """Blocks until what the last `launch` put on the stream is done, so that pinned memory can be packed again."""
@@ -215,8 +228,11 @@ class HostPool:
         self._out: Memory | None = None
         self._down: Memory | None = None
 
-    def pool(self, bags: Bags, tables: Int64Array) -> list[Float32Array]:
-        """As `Engine.pool`, of at least one checked bag; `tables`, int64 [S], are its keys."""
+    def pool(self, bags: Bags, tables: Int64Array) -> tuple[list[Float32Array], Int64Array]:
+        """As `Engine.pool`, of at least one checked bag; `tables`, int64 [S], are its keys.
+
+        Returns also the positions of values whose key is missing.
+        """
         lane, shapes = self._lane, self._lane.rows.shapes
         runs, group_elements = block_runs(shapes, bags, tables)
         table = RunTable(shapes, runs)
@@ -227,8 +243,13 @@ class HostPool:
             views.write_constant(table)
             views.pack(bags, blocks)
             out, down = self._outputs(runs.out_bytes)
+            missing = np.zeros(0, np.int64)
 
             def put() -> None:
+                nonlocal missing
+                rows, missing = lane.find_keys(bags, tables)
+                if rows is not bags:
+                    views.write_values(rows)
                 lane.put(lane.launches(layout, self._upload.send(0, 0, layout.size_bytes), out.address, "fp32"))
 
             lane.launch(put)
@@ -239,10 +260,11 @@ class HostPool:
             lane.stream.synchronize()
             raise
         sums = down.array[: runs.out_bytes].view(np.float32)
-        return [
+        blocks_of_groups = [
             sums[first:end].reshape(-1, group.embedding_dim).copy()
             for (first, end), group in zip(group_elements, shapes.layout.groups, strict=True)
         ]
+        return blocks_of_groups, missing
 
     def _outputs(self, size_bytes: int) -> tuple[Memory, Memory]:
         # Nothing is under way: every batch before was waited for.
@@ -296,12 +318,20 @@ class CardEngine:
 
     `pool` is for callers on the host: batches take turns on all cards, each of which reads all rows. A ranking replica
     takes a `lane` of its card in its place, and keeps what it pooled there. The arenas are filled, one for each group,
-    and are freed by `close`; if making the engine fails they still belong to the caller. Raises MemoryBudgetError if a
-    card or the host has no room for the first buffers.
+    and are freed by `close`; if making the engine fails they still belong to the caller. `plan` is of `slot_tables`
+    where `layout` has tables with `keyed` rows. Raises MemoryBudgetError if a card or the host has no room for the
+    first buffers.
     """
 
-    def __init__(self, card_set: CardSet, arenas: Sequence[ArenaOnCards], plan: CardPlan) -> None:
-        cards, layout = card_set.cards, plan.layout
+    def __init__(
+        self,
+        card_set: CardSet,
+        arenas: Sequence[ArenaOnCards],
+        plan: CardPlan,
+        layout: TableLayout,
+        keyed: KeyedTables | None = None,
+    ) -> None:
+        cards = card_set.cards
         self.card_set = card_set
         self.plan = plan
         self.layout = layout
@@ -313,12 +343,13 @@ class CardEngine:
         try:
             self._rows = CardRows(
                 cards=cards,
-                shapes=BatchShapes(layout),
+                shapes=BatchShapes(plan.layout),
                 arenas=self._arenas,
                 order=WriteOrder([card.stream() for card in cards.cards]),
                 checks=RowChecks(layout, plan.partition),
                 counters=self._counters.memories,
                 lookups=LookupCounts(layout),
+                keyed=keyed,
             )
             self._writer = RowWriter(self._rows)
             # Card by card, so that callers who take turns also take cards in turn.
@@ -332,10 +363,13 @@ class CardEngine:
 
     def pool(self, bags: Bags) -> list[Float32Array]:
         """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
+        return self._pool(bags)[0]
+
+    def _pool(self, bags: Bags) -> tuple[list[Float32Array], npt.NDArray[np.integer[Any]]]:
         bags = bags.wide()
         self._rows.checks.check(bags)
         if not bags.num_bags:
-            return [np.zeros((0, group.embedding_dim), np.float32) for group in self.layout.groups]
+            return [np.zeros((0, group.embedding_dim), np.float32) for group in self.layout.groups], NONE_MISSING
         if max(bags.num_bags, bags.num_values) >= MAX_BATCH_VALUES:
             raise InvalidBagsError(
                 f"{bags.num_bags} bags of {bags.num_values} values; a batch has fewer than {MAX_BATCH_VALUES} of each"
@@ -343,15 +377,16 @@ class CardEngine:
         tables = bags.keys.astype(np.int64)
         pool = self._free_pools.get()
         try:
-            blocks = pool.pool(bags, tables)
+            answer = pool.pool(bags, tables)
         finally:
             self._free_pools.put(pool)
         self._rows.lookups.add(tables, bags)
-        return blocks
+        return answer
 
     def answer(self, bags: Bags, *, stored: bool = True) -> Answer:
         """As `Engine.answer`, of sums: rows lie on the cards in another form than the stored one."""
-        return Answer(self.pool(bags))
+        blocks, missing = self._pool(bags)
+        return Answer(blocks, missing=missing)
 
     def lane(self, card: int) -> CardStream:
         """Make a lane of a card for a ranking replica, which closes it before the engine is closed."""
@@ -360,8 +395,12 @@ class CardEngine:
     def update_keys(
         self, tables: Sequence[int], keys: Int64Array, stored: npt.NDArray[np.uint8] | None
     ) -> tuple[int, int]:
-        """Raise InvalidBagsError: tables with keys are not loaded onto cards."""
-        raise InvalidBagsError(f"tables {[self.layout.tables[table].name for table in tables]} have no keys on cards")
+        """As `Engine.update_keys`, and as `write_rows`."""
+        if self._writer is None:
+            raise ValueError("the engine is closed")
+        if self._rows.keyed is None:
+            raise not_keyed(self.layout, tables)
+        return self._writer.update_keys(self._rows.keyed, tables, keys, stored)
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. Returns when the rows are on their way: every later `pool` sees them.
@@ -382,6 +421,8 @@ class CardEngine:
                 uses.append(MemoryUse(card, "hot", used.hot))
         if self.plan.pinned_bytes:
             uses.append(MemoryUse(0, "pinned", self.plan.pinned_bytes))
+        if self._rows.keyed is not None:
+            uses.append(MemoryUse(0, "ram", self._rows.keyed.size_bytes))
         return tuple(uses)
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
@@ -408,6 +449,8 @@ class CardEngine:
         self._free_buffers()
         for arena in self._arenas:
             arena.free()
+        if self._rows.keyed is not None:
+            self._rows.keyed.close()
 
     def _free_buffers(self) -> None:
         pools, self._pools = self._pools, []

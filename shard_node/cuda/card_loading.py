@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from loader.progress import PIECE_BYTES, Progress
-from loader.snapshot.buckets import FileOrder, RowBuckets
+from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.reader import Snapshot
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.buckets import Partition
@@ -30,9 +30,11 @@ from shard_node.cuda.kernel_params import (
     round_up,
 )
 from shard_node.cuda.uploads import NUM_UPLOADS, Uploads
-from shard_node.engine.arena_builder import TableLoad, check_finite, layout_for
+from shard_node.engine.arena_builder import TableLoad, check_finite, keyed_orders, layout_for
+from shard_node.engine.key_index import index_bytes
+from shard_node.engine.keyed_tables import MISSING_ROW, KeyedTables, capacities_here, local_keys, slot_tables
 from shard_node.engine.memory import Claim, RowMemory
-from shard_node.errors import InvalidBagsError
+from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.planning.card_plan import BUCKET_BYTES, CardBudget, CardPlan
 from shard_node.planning.hotness import Hotness, ObservedCounts, RowCounts
 
@@ -75,16 +77,24 @@ class CardTableLoad(TableLoad):
                 f"the partition is for {partition.num_cards} cards, but there are {num_cards} ({card_set.cards.name})"
             )
         super().__init__(snapshot, partition, plan_digest)
-        self._card_set = card_set
+        self._layout, self._card_set = layout, card_set
+        self._local = local_keys(layout, partition)
+        capacity = capacities_here(layout, self._local)
+        self._key_bytes = index_bytes(capacity.values())
         self._upload_bytes = upload_bytes
         options, pinned_bytes = card_set.options, int(card_set.options.pinned_memory_gb * 1e9)
         if memory_budget_bytes is not None:
-            pinned_bytes = min(pinned_bytes, memory_budget_bytes)
+            if self._key_bytes > memory_budget_bytes:
+                raise MemoryBudgetError(
+                    f"keys take {self._key_bytes} bytes, the memory budget is {memory_budget_bytes}"
+                )
+            pinned_bytes = min(pinned_bytes, memory_budget_bytes - self._key_bytes)
         hot_bytes = None if options.hot_gb is None else int(options.hot_gb * 1e9)
         budget = CardBudget(card_set.card_bytes, pinned_bytes, hot_bytes, card_set.cards.peer_access)
-        self.plan = CardPlan.make(layout, partition, budget, _hotness(snapshot, layout, observed or {}))
+        slots, on_cards = slot_tables(layout, partition, capacity)
+        self.plan = CardPlan.make(slots, on_cards, budget, _hotness(snapshot, layout, observed or {}))
         # The plan counts the entries of buckets as places, which arenas have with their tables.
-        extra = sum(finder_bytes(self.plan, range(group.first_table, group.end_table)) for group in layout.groups)
+        extra = sum(finder_bytes(self.plan, range(group.first_table, group.end_table)) for group in slots.groups)
         extra -= sum(places.buckets for places in self.plan.places) * BUCKET_BYTES
         self.card_bytes = tuple(self.plan.bytes(card).total + extra for card in range(partition.num_cards))
         self.pinned_bytes = self.plan.pinned_bytes
@@ -97,25 +107,28 @@ class CardTableLoad(TableLoad):
             undo.callback(cards.give_back)
             uploads = self._card_set.memory.take(upload_bytes, is_temporary=True)
             undo.callback(uploads.give_back)
-            host = memory.take(self.pinned_bytes)
+            host = memory.take(self.pinned_bytes + self._key_bytes)
             undo.pop_all()
         return cards, uploads, host
 
     def build(self, progress: Progress) -> CardEngine:
         """As `TableLoad.build`."""
         cards = self._card_set.cards
+        keyed = KeyedTables(self._layout, self._local) if self._local else None
         with ExitStack() as undo:
+            if keyed is not None:
+                undo.callback(keyed.close)
             arenas: list[ArenaOnCards] = []
             # Last in, first out: the cards have ended what was put on them before any memory is freed.
             for group in self.plan.layout.groups:
                 arena = ArenaOnCards(cards, group, Placer(self.plan))
                 undo.callback(arena.free)
                 arenas.append(arena)
-            with closing(CardFill(self._snapshot, self.plan, cards, progress, self._upload_bytes)) as fill:
+            with closing(CardFill(self._snapshot, self.plan, keyed, cards, progress, self._upload_bytes)) as fill:
                 for arena in arenas:
                     fill.arena(arena)
                 fill.finish()
-            engine = CardEngine(self._card_set, arenas, self.plan)
+            engine = CardEngine(self._card_set, arenas, self.plan, self._layout, keyed)
             undo.pop_all()
         name, version = self._snapshot.spec.model, self._snapshot.version
         for use in engine.memory():
@@ -128,12 +141,14 @@ def _hotness(snapshot: Snapshot, layout: TableLayout, observed: ObservedCounts) 
 
     Not both: they were counted over other batches, and would not compare.
     """
-    stated = {table.name: snapshot.access_counts(table.name) for table in layout.tables}
+    # Rows with keys are alike: they are not counted, and their numbers come and go.
+    tables = [table for table in layout.tables if table.keys is None]
+    stated = {table.name: snapshot.access_counts(table.name) for table in tables}
     known: dict[str, RowCounts] = {name: counts for name, counts in stated.items() if counts is not None}
     if not known:
         known = {
             table.name: observed[table.name]
-            for table in layout.tables
+            for table in tables
             if table.name in observed and observed[table.name].shape == (table.num_embeddings,)
         }
     return Hotness(known)
@@ -149,10 +164,17 @@ class CardFill:
     """
 
     def __init__(
-        self, snapshot: Snapshot, plan: CardPlan, cards: Cards, progress: Progress, upload_bytes: int = UPLOAD_BYTES
+        self,
+        snapshot: Snapshot,
+        plan: CardPlan,
+        keyed: KeyedTables | None,
+        cards: Cards,
+        progress: Progress,
+        upload_bytes: int = UPLOAD_BYTES,
     ) -> None:
         self._snapshot = snapshot
         self._plan = plan
+        self._keyed = keyed
         self._placer = Placer(plan)
         self._files = {files.table: files for files in snapshot.manifest.tables}
         self._num_cards = plan.num_cards
@@ -168,7 +190,10 @@ class CardFill:
     def arena(self, arena: ArenaOnCards) -> None:
         """Send all places and rows of an arena's tables, which may still be on their way when it returns."""
         for number in range(arena.group.first_table, arena.group.end_table):
-            self._table(arena, number)
+            if self._keyed is None or number not in self._keyed.capacity:
+                self._table(arena, number)
+            else:
+                self._keyed_table(arena, number, self._keyed)
 
     def finish(self) -> None:
         """Wait until everything that was sent is in place."""
@@ -196,7 +221,7 @@ class CardFill:
             order = buckets.in_file(files.rows_per_file, index)
             positions = order.positions_of(is_local)
             if by_bucket is not None:
-                self._file(arena, number, index, order, positions, by_bucket)
+                self._file(arena, number, index, positions, order.rows_at, by_bucket)
                 continue
             placed = 0
             while placed < order.num_rows:
@@ -206,7 +231,23 @@ class CardFill:
             if self._plan.places[number].rows:
                 self._send_places(arena, number, order.first_row, in_order[:placed])
             places_of = partial(lambda first, rows: in_order[rows - first], order.first_row)
-            self._file(arena, number, index, order, positions, places_of)
+            self._file(arena, number, index, positions, order.rows_at, places_of)
+
+    def _keyed_table(self, arena: ArenaOnCards, number: int, keyed: KeyedTables) -> None:
+        """Send the places of all rows that a table with keys may have, what missing keys get, and keys' rows."""
+        name, row_bytes = self._plan.layout.tables[number].name, arena.format.row_bytes
+        places = np.concatenate([piece for _, piece in self._placer.pieces(number)])
+        if self._plan.places[number].rows:
+            self._send_places(arena, number, 0, places)
+        missing, first = np.array([MISSING_ROW]), self._done_bytes
+        self._send_rows(
+            arena, number - arena.group.first_table, missing, self._snapshot.missing_row(name), places[missing]
+        )
+        for index, order in enumerate(keyed_orders(self._snapshot, name)):
+            positions, keys = order.positions_of(keyed.is_local[number]), self._snapshot.keys(name, index)
+            self._file(arena, number, index, positions, keys.take, places.take)
+        # There may be fewer keys than rows.
+        self._done_bytes = first + places.size * row_bytes
 
     def _places_by_bucket(self, arena: ArenaOnCards, number: int, buckets: RowBuckets) -> PlacesOf:
         """Send the places of a table's rows, which are stored bucket by bucket, and return what reads them."""
@@ -234,8 +275,15 @@ class CardFill:
                 upload.used(card)
 
     def _file(
-        self, arena: ArenaOnCards, number: int, index: int, order: FileOrder, positions: Int64Array, places_of: PlacesOf
+        self,
+        arena: ArenaOnCards,
+        number: int,
+        index: int,
+        positions: Int64Array,
+        rows_at: Callable[[Int64Array], Int64Array],
+        places_of: PlacesOf,
     ) -> None:
+        """Send rows of a file, whose numbers, or keys, `rows_at` finds by their positions."""
         table = self._plan.layout.tables[number]
         files = self._files[table.name]
         source = self._snapshot.rows_file(table.name, index)
@@ -245,8 +293,10 @@ class CardFill:
         for first in range(0, positions.size, step):
             piece = positions[first : first + step]
             stored = items.take(piece).view(np.uint8).reshape(piece.size, -1)
-            rows = order.rows_at(piece)
-            check_finite(self._snapshot.path / files.rows[index].path, table, stored, rows)
+            rows, file = rows_at(piece), self._snapshot.path / files.rows[index].path
+            check_finite(file, table, stored, rows)
+            if self._keyed is not None and number in self._keyed.capacity:
+                rows = self._keyed.load(file, number, rows)
             self._send_rows(arena, number - arena.group.first_table, rows, stored, places_of(rows))
             self._done_bytes += stored.nbytes
             if self._done_bytes - self._reported_bytes >= min(PIECE_BYTES, self._upload_bytes):

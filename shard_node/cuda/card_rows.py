@@ -39,6 +39,7 @@ from shard_node.cuda.kernel_params import (
     owner_bits,
     pinned_owner,
 )
+from shard_node.engine.keyed_tables import KeyedTables
 from shard_node.generation import RowLock
 from shard_node.planning.card_plan import BUCKET_BYTES, CARD, HOST, HOT, NUM_TIERS, CardPlan
 from shard_node.planning.hotness import RowHotness
@@ -417,7 +418,11 @@ class LookupCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CardRows:
-    """Rows of one generation on cards, as lanes see them; `counters` are as `BatchParams.counters`, on each card."""
+    """Rows of one generation on cards, as lanes see them; `counters` are as `BatchParams.counters`, on each card.
+
+    `keyed` has the keys of tables that have such. They are found within `order.read`, in which their lookup is put on a
+    stream, and changed within `order.write`.
+    """
 
     cards: Cards
     shapes: BatchShapes
@@ -426,3 +431,4 @@ class CardRows:
     checks: RowChecks
     counters: tuple[Memory, ...]
     lookups: LookupCounts
+    keyed: KeyedTables | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from shard_node.bags import Int64Array
 from shard_node.cuda.card_rows import ArenaOnCards, CardRows
 from shard_node.cuda.kernel_params import ByteArray, round_up
+from shard_node.engine.keyed_tables import KeyedTables, RowWrite
 
 if TYPE_CHECKING:
     from shard_node.cuda.cupy_cards import Card, Cards, Event, Memory, Stream
@@ -138,23 +139,31 @@ class RowWriter:
     def write(self, table: int | tuple[int, ...], rows: Int64Array, stored: ByteArray) -> int:
         """As `Engine.write_rows`."""
         checks = self._rows.checks
-        parts: list[tuple[int, Int64Array, ByteArray]] = []
+        parts: list[RowWrite] = []
         for number, of_table in checks.layout.rows_by_table(table, rows, stored):
             is_local = checks.local(number, rows)
             if is_local.all():
-                parts.append((number, rows, of_table))
+                parts.append(RowWrite(number, rows, of_table))
             elif is_local.any():
-                parts.append((number, rows[is_local], of_table[is_local]))
+                parts.append(RowWrite(number, rows[is_local], of_table[is_local]))
         if parts and rows.size:
             with self._writing:
                 self._write(parts)
         return sum(numbers.size for _, numbers, _ in parts)
 
+    def update_keys(
+        self, keyed: KeyedTables, tables: Sequence[int], keys: Int64Array, stored: ByteArray | None
+    ) -> tuple[int, int]:
+        """As `Engine.update_keys`. The cards have memory for all rows that there may be."""
+        with self._writing:
+            return keyed.update(tables, keys, stored, lambda _: None, self._write)
+
     def free(self) -> None:
         """Wait for what is under way, and free the buffers. Idempotent."""
         self._uploads.free()
 
-    def _write(self, parts: list[tuple[int, Int64Array, ByteArray]]) -> None:
+    def _write(self, parts: Sequence[RowWrite], change: Callable[[], None] = lambda: None) -> None:
+        """Put writes of rows on the streams, and call `change`, with no lookup between."""
         shapes, order = self._rows.shapes, self._rows.order
         placed: list[tuple[ArenaOnCards, int, int, int]] = []
         size_bytes = 0
@@ -177,6 +186,7 @@ class RowWriter:
                 for (arena, number, rows_at, stored_at), (_, rows, _) in zip(placed, parts, strict=True):
                     at = address + rows_at, address + stored_at
                     arena.write(card, number, *at, rows.size, stream, writes_host=card == 0)
+            change()
 
         try:
             order.write(put)

@@ -24,7 +24,7 @@ from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace
 from shard_node.engine.base import Engine
 from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.key_index import index_bytes
-from shard_node.engine.keyed_tables import KeyedTables, capacities_here
+from shard_node.engine.keyed_tables import KeyedTables, capacities_here, local_keys
 from shard_node.engine.memory import Claim, RowMemory, choose_tiers
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
@@ -89,12 +89,12 @@ class ArenaLoad(TableLoad):
         self._files = {files.table: files for files in snapshot.manifest.tables}
         self._buckets = [RowBuckets.of(table) for table in layout.tables]
         self._bucket_rows = [buckets.rows_per_bucket() for buckets in self._buckets]
-        local = {number: self._cards[number] >= 0 for number in layout.is_keyed.nonzero()[0].tolist()}
-        self._local, self._capacity = local, capacities_here(layout, local)
+        self._local = local = local_keys(layout, partition)
+        self._capacity = capacities_here(layout, local)
         self._key_bytes = index_bytes(self._capacity.values())
         self._keyed: KeyedTables | None = None
         # Which rows of each file are here, of tables with keys; then their rows by bucket are what there is.
-        self._orders = {number: self._orders_of(number) for number in local}
+        self._orders = {number: keyed_orders(snapshot, layout.tables[number].name) for number in local}
         for number, orders in self._orders.items():
             self._bucket_rows[number] = np.add.reduce([np.diff(order.starts) for order in orders])
         rows = [int(of_table[cards >= 0].sum()) for of_table, cards in zip(self._bucket_rows, self._cards, strict=True)]
@@ -136,12 +136,6 @@ class ArenaLoad(TableLoad):
         placement = Placement(self._layout, places)
         tiers, keyed = self._tiers, self._keyed
         return CpuEngine(self._layout, self._arenas, group_arenas, placement, tiers, self._claim_pages, keyed)
-
-    def _orders_of(self, number: int) -> list[FileOrder]:
-        table = self._layout.tables[number]
-        files, buckets = self._files[table.name], self._buckets[number]
-        firsts = range(0, files.num_rows(table), files.rows_per_file)
-        return [buckets.of_keys(first, self._snapshot.keys(table.name, at)) for at, first in enumerate(firsts)]
 
     def _choose_tiers(self, table_bytes: list[int], budget_bytes: int | None) -> list[Literal["ram", "mapped"]]:
         """Choose the tables in RAM: all that have keys, as they have to grow. Raises MemoryBudgetError."""
@@ -289,6 +283,14 @@ def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
             f"the partition is for {len(partition.card_of_bucket)} tables, the model has {len(layout.tables)}"
         )
     return layout
+
+
+def keyed_orders(snapshot: Snapshot, name: str) -> list[FileOrder]:
+    """Return the order of each file of a stored table with keys."""
+    table = next(table for table in snapshot.spec.stored_tables if table.name == name)
+    files = next(files for files in snapshot.manifest.tables if files.table == name)
+    buckets, firsts = RowBuckets.of(table), range(0, files.num_rows(table), files.rows_per_file)
+    return [buckets.of_keys(first, snapshot.keys(name, at)) for at, first in enumerate(firsts)]
 
 
 def check_finite(file: Path, table: TableSpec, stored: ByteArray, rows: Int64Array) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from loader.errors import DeltaError, SnapshotCorruptError
 from loader.snapshot.buckets import key_buckets
 from shard_node.bags import Bags, Int64Array, TableLayout
+from shard_node.buckets import Partition
 from shard_node.engine.key_index import ABSENT, KeyIndex
 from shard_node.errors import InvalidBagsError
 
@@ -45,6 +46,29 @@ def capacities_here(layout: TableLayout, is_local: Mapping[int, npt.NDArray[np.b
         table: capacity_here(layout.tables[table].num_embeddings, int(local.sum()), local.size)
         for table, local in is_local.items()
     }
+
+
+def local_keys(layout: TableLayout, partition: Partition) -> dict[int, npt.NDArray[np.bool_]]:
+    """Return which buckets of each table with keys are here, bool [buckets], by number."""
+    return {number: partition.card_of_bucket[number] >= 0 for number in layout.is_keyed.nonzero()[0].tolist()}
+
+
+def slot_tables(
+    layout: TableLayout, partition: Partition, capacity: Mapping[int, int]
+) -> tuple[TableLayout, Partition]:
+    """Return the layout and partition of what cards hold: tables with keys, by number, are ones of so many rows.
+
+    All of their rows are on this node, divided over the cards that its buckets of keys are for.
+    """
+    tables, cards = list(layout.tables), list(partition.card_of_bucket)
+    for table, count in capacity.items():
+        # The row of missing keys, and one for each key.
+        rows = {"num_embeddings": 1 + count, "keys": None, "missing": "zeros"}
+        tables[table] = tables[table].model_copy(update=rows)
+        # Zeros if no bucket is here.
+        cards[table] = np.resize(cards[table][cards[table] >= 0], cards[table].size)
+    slots = TableLayout(tuple(tables), layout.groups, layout.sliced)
+    return slots, Partition(partition.num_cards, tuple(cards))
 
 
 class Upsert(NamedTuple):
@@ -78,7 +102,7 @@ class KeyedTables:
     """
 
     def __init__(self, layout: TableLayout, is_local: Mapping[int, npt.NDArray[np.bool_]]) -> None:
-        self._layout, self._is_local = layout, dict(is_local)
+        self._layout, self.is_local = layout, dict(is_local)
         # The number of each table among those with keys; 0 of others, for which nobody asks.
         self._number = np.zeros(len(layout.tables), np.int64)
         self._number[list(is_local)] = np.arange(len(is_local))
@@ -135,7 +159,7 @@ class KeyedTables:
 
     def local(self, table: int, keys: Int64Array) -> npt.NDArray[np.bool_]:
         """Return which keys are in buckets that are here, bool [n]."""
-        return self._is_local[table].take(key_buckets(keys))
+        return self.is_local[table].take(key_buckets(keys))
 
     def plan_upsert(self, table: int, keys: Int64Array) -> Upsert:
         """Find the rows for keys of this node, int64 [n], none twice; nothing changes.

@@ -9,7 +9,6 @@ from loader.snapshot.reader import Snapshot
 from shard_node.buckets import Partition
 from shard_node.engine.arena_builder import ArenaLoad, TableLoad
 from shard_node.engine.memory import RowMemory
-from shard_node.errors import CardsUnavailableError
 from shard_node.node import LoadedTables
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ def prepare_load(
     """
     if card_set is None:
         return ArenaLoad(snapshot, partition, plan_digest, memory_budget_bytes)
-    if keyed := [table.name for table in snapshot.spec.tables if table.keys is not None]:
-        raise CardsUnavailableError(f"tables {keyed} have keys, which cards do not find yet: serve them on the CPU")
     # A node without cards loads nothing of what they need.
     from shard_node.cuda.card_loading import CardTableLoad
 

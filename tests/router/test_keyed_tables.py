@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -14,11 +19,22 @@ from router.router import Router
 from shard_node.engine.base import Engine
 from shard_node.errors import InvalidBagsError
 from shardrank_testing.bags import bags_of
+from shardrank_testing.card_engines import OnCards
 from shardrank_testing.keyed_tables import CAPACITY, KeyedModel, random_keys
 from shardrank_testing.snapshots import model_of, table_of, write_snapshot
 from shardrank_testing.topologies import Topology, local_router, lookup, make_node, remote_router
 
-TOPOLOGIES = [Topology(), Topology(cards=4), Topology(shards=3), Topology(shards=4, cards=4)]
+TOPOLOGIES = [
+    Topology(),
+    Topology(cards=4),
+    Topology(shards=3),
+    Topology(shards=4, cards=4),
+    Topology(on=OnCards(1, "peers")),
+    Topology(cards=4, on=OnCards(4, "peers")),
+    Topology(cards=3, on=OnCards(3, "every tier", "as late as can be")),
+    Topology(shards=3, cards=2, on=OnCards(2, "pinned")),
+]
+ENGINES = [Topology(), Topology(on=OnCards(1, "peers")), Topology(cards=4, on=OnCards(4, "every tier"))]
 
 
 def engines_at(router: Router, snapshot: Snapshot) -> list[Engine]:
@@ -103,10 +119,11 @@ async def test_slices_that_miss_different_keys_leave_them_out_together(tmp_path)
         assert found.missing.id.tolist() == ([] if complete else [50])
 
 
-async def test_a_node_is_asked_for_its_own_keys_alone(tmp_path):
+@pytest.mark.parametrize("on", [None, OnCards(2, "peers")], ids=str)
+async def test_a_node_is_asked_for_its_own_keys_alone(tmp_path, on):
     model = KeyedModel(tmp_path)
-    plan = Topology(shards=2).plan(model.spec)
-    node = make_node(model.snapshot, plan, 0)
+    plan = Topology(shards=2, cards=2).plan(model.spec)
+    node = make_node(model.snapshot, plan, 0, card_set=None if on is None else on.card_set(model.spec))
     number = model.schema.layout.index["films"]
     others = [key for key in range(99) if plan.shard_of_bucket[number][key_buckets(np.array([key]))[0]] == 1]
     with pytest.raises(InvalidBagsError, match=rf"key {others[0]} of table 'films' is not on this node"):
@@ -121,14 +138,79 @@ async def test_shards_behind_sockets_tell_which_keys_are_missing(tmp_path):
             model.check(bags, await lookup(router, model.snapshot, bags))
 
 
-async def test_a_delta_beyond_the_capacity_changes_nothing(tmp_path):
+@pytest.mark.parametrize("topology", ENGINES, ids=str)
+async def test_a_delta_beyond_the_capacity_changes_nothing(tmp_path, topology):
     model = KeyedModel(tmp_path, num_keys=CAPACITY - 10)
-    node = make_node(model.snapshot, Topology().plan(model.spec), 0)
-    engine = node.generations.payload("m", model.snapshot.version).engine
+    router = local_router(model.snapshot, topology)
+    (engine,) = engines_of(router, model)
+    assert (engine.cards() is None) == (topology.on is None)
     numbers = model.schema.layout.slices["wide"]
     keys = np.setdiff1d(random_keys(model.rng, 50), np.array(list(model.rows["wide"])))[:11]
     stored = np.zeros((11, 12 + 2 * 8), np.uint8)
     with pytest.raises(DeltaError, match=f"'wide.c0': {CAPACITY + 1} keys with 11 new ones, but at most {CAPACITY}"):
         engine.update_keys(numbers, keys, stored)
+    bags = model.bags()
+    model.check(bags, await lookup(router, model.snapshot, bags))
     assert engine.update_keys(numbers, keys, None) == (11, 0)
-    assert engine.update_keys(numbers, keys[:10], stored[:10]) == (10, 0)
+    # Full: a table's last row is written too, and is another key's once it is freed.
+    for at in (slice(0, 10), slice(1, 11)):
+        stored = model.upsert("wide", keys[at])
+        assert engine.update_keys(numbers, keys[at], stored) == (10, 9 if at.start else 0)
+        bags = bags_of({model.schema.index["wide"]: [[key] for key in keys.tolist()]}, np.ones(11))
+        found = (await lookup(router, model.snapshot, bags)).feature(model.schema.index["wide"])
+        expected = [model.rows["wide"].get(key, np.zeros(12)) for key in keys.tolist()]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-3)
+        engine.update_keys(numbers, keys[:1], None)
+        model.delete("wide", keys[:1])
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(), *(Topology(cards=3, on=OnCards(3, "every tier", kind)) for kind in ("emulated", "as late as can be"))],
+    ids=str,
+)
+async def test_a_row_that_another_key_gets_is_never_read_for_the_one_before(tmp_path, topology, request):
+    """Two keys have the only free row in turn, while threads look both up: none is given the other's."""
+    request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-5)
+    model = KeyedModel(tmp_path, "fp32", num_keys=CAPACITY - 1)
+    (engine,) = engines_of(local_router(model.snapshot, topology), model)
+    number = model.schema.layout.index["films"]
+    group = next(at for at, one in enumerate(engine.layout.groups) if one.first_table <= number < one.end_table)
+    keys = np.setdiff1d(random_keys(model.rng, 50), np.array(list(model.rows["films"])))[:2]
+    bags, codec = bags_of({number: [[key] for key in keys.tolist()]}), RowCodec("fp32", 8)
+    ended, seen = threading.Event(), list[tuple[int, ...]]()
+
+    def look_up() -> None:
+        while not ended.is_set():
+            answer = engine.answer(bags, stored=False)
+            values = np.where(np.isin([0, 1], answer.missing), 0, [1, 2])
+            np.testing.assert_array_equal(answer.sums[group], np.repeat(values[:, None], 8, axis=1))
+            seen.append(tuple(answer.missing.tolist()))
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(look_up) for _ in range(2)]
+        try:
+            swaps = 0
+            # Both have come up by then, however slow the machine.
+            while (swaps < 300 or {(0,), (1,)} - set(seen)) and not any(reader.done() for reader in readers):
+                swaps += 1
+                for at in range(2):
+                    stored = codec.encode(np.full((1, 8), 1 + at, np.float32))
+                    assert engine.update_keys((number,), keys[at : at + 1], stored) == (1, 0)
+                    assert engine.update_keys((number,), keys[at : at + 1], None) == (1, 1)
+        finally:
+            ended.set()
+        for reader in readers:
+            reader.result()
+    assert {(0,), (1,)} <= set(seen)
+
+
+async def test_a_node_with_cards_reports_the_memory_of_its_keys(tmp_path):
+    model = KeyedModel(tmp_path)
+    (on_cpu,), (on_cards,) = (engines_of(local_router(model.snapshot, one), model) for one in ENGINES[:2])
+    keys = on_cards._rows.keyed
+    used = {(use.card, use.tier): use.size_bytes for use in on_cards.memory()}
+    assert used[0, "ram"] == keys.size_bytes == on_cpu._keyed.size_bytes
+    # Rows of all keys that there may be, and one for missing keys, of four tables, one of them in two slices.
+    assert on_cards.plan.slots.sum() == 5 * (1 + CAPACITY) + CAPACITY

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from loader.registry.fleet import DenseStep
+from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from serving.limits import RequestLimits
 from serving.rank.ranking import Ranking
@@ -19,15 +20,19 @@ from shardrank_testing.card_ranking import (
     DENSE,
     FAR_S,
     ask,
+    engine_of,
     num_graphs,
     num_replays,
     ranking_of,
     score,
+    scored,
     served_on,
     shop_batch,
     shop_spec,
+    write_keyed_shop,
     write_shop,
 )
+from shardrank_testing.snapshots import random_rows
 
 ON = (
     OnCards(1, "peers"),
@@ -70,6 +75,35 @@ def test_scores_are_those_of_the_cpu_engine_again_and_again(paths, on_cpu, rng, 
         # Sequences are as long as they are: what comes behind pooling is not recorded.
         captured = [one for one in scorer._batches.values() if one.is_captured]
         assert {one.is_graph for one in captured} == {kind != "target_attention"}
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("on", engine_params(ON[1:5], (OnCards(2, "peers", "logical"),)))
+def test_tables_with_keys_are_ranked_as_on_the_cpu_while_keys_come_and_go(tmp_path, rng, kind, on):
+    path, keys = write_keyed_shop(tmp_path, kind)
+    spec = Snapshot.open(path).spec
+    with served_on(path, None) as expected, served_on(path, on) as served:
+        for _ in range(3):
+            for candidates in CANDIDATES:
+                batch = shop_batch(served, rng, candidates)
+                of_cards, of_cpu = scored(served, batch), scored(expected, batch)
+                np.testing.assert_allclose(of_cards.scores, of_cpu.scores, rtol=1e-4, atol=1e-5)
+                assert len(of_cpu.missing)
+                for name in ("feature", "bag", "id"):
+                    assert getattr(of_cards.missing, name).tolist() == getattr(of_cpu.missing, name).tolist()
+            for table in (table for table in spec.tables if table.keys):
+                upserted = np.sort(rng.permutation(table.num_embeddings)[: table.num_embeddings // 3])
+                rows = random_rows(rng, upserted.size, table.embedding_dim)
+                columns = np.split(rows, np.cumsum(table.slice_dims)[:-1], axis=1)
+                stored = [RowCodec(table.dtype, one.shape[1]).encode(one) for one in columns]
+                gone = np.sort(rng.permutation(keys[table.name])[:9])
+                for version in (expected, served):
+                    engine = engine_of(version)
+                    numbers = engine.layout.slices[table.name]
+                    engine.update_keys(numbers, upserted, np.concatenate(stored, axis=1))
+                    engine.update_keys(numbers, gone, None)
+        scorer = ranking_of(served).scorer
+        assert (num_graphs(scorer) > 0, num_replays(scorer) > 0) == (True, True)
 
 
 def test_replicas_are_on_the_cards_in_turn(paths, on_cpu, rng):

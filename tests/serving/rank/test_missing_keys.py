@@ -13,6 +13,7 @@ from loadtest.workloads.prepare import as_golden
 from serving.client import AsyncClient
 from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.rank.service import RankingService
+from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.nodes import until
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.ranking import random_tensors
@@ -42,6 +43,7 @@ REQUEST = {
         "sparse": {"film": [[7], [-7, 0]], "shop": [["corner"], ["nowhere", "market"]], "plain": [[1], [2]]},
     },
 }
+ON_CARDS = OnCards(2, "every tier", "as late as can be")
 MISSING = {
     "seen": {"bags": [0, 0], "keys": [99, -99]},
     "film": {"bags": [1], "keys": [-7]},
@@ -59,10 +61,11 @@ def snapshot(tmp_path_factory):
     )
 
 
-@pytest.fixture
-async def api(snapshot):
-    service = RankingService(expected_models=["keyed"])
-    service.install(load_served_model(ModelSource(snapshot=snapshot[0], dtype="float32"), service))
+@pytest.fixture(params=[None, *engine_params((ON_CARDS,), (OnCards(2, "peers", "logical"),))], ids=str)
+async def api(request, snapshot):
+    on, service = request.param, RankingService(expected_models=["keyed"])
+    where = {} if on is None else {"cards": on.num_cards, "card_set": on.card_set(SPEC)}
+    service.install(load_served_model(ModelSource(snapshot=snapshot[0], dtype="float32", **where), service))
     async with running_api(service) as api:
         yield api
     service.close()

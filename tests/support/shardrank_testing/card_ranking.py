@@ -16,16 +16,18 @@ from loader.snapshot.tables import Pooling, RowDtype
 from serving.cards.ranking import CardRanking, CardScorer
 from serving.embedded import ModelSource, load_served_model
 from serving.limits import RequestLimits
-from serving.rank.ranking import MergedBatch, Ranking, merge
+from serving.rank.ranking import MergedBatch, Ranking, Scored, merge
 from serving.rank.replica import Replica
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion
 from shard_node.bags import Float32Array
+from shard_node.engine.base import Engine
+from shard_node.node import LocalShard
 from shardrank_testing.card_engines import OnCards
 from shardrank_testing.divided import describe
 from shardrank_testing.parsing import parse_json
 from shardrank_testing.ranking import CONFIGS, random_tensors
-from shardrank_testing.snapshots import table_of, write_snapshot
+from shardrank_testing.snapshots import random_rows, table_of, write_snapshot
 
 MODEL = "shop"
 FAR_S = 1e9
@@ -81,6 +83,35 @@ def shop_spec(kind: str = "mlp", *, dense: tuple[int, int] = (2, 3)) -> ModelSpe
     )
 
 
+KEYED: dict[str, dict[str, Any]] = {
+    "users": {"missing": "mean"},
+    "films": {"missing": "skip"},
+    "genres": {"missing": "skip", "unknown_id": "reject", "column_dims": (3, 5)},
+    "tags": {},
+}
+"""Tables of the shop as ones with keys: of every `missing`, one in slices; all are of some mean or sequence."""
+
+
+def write_keyed_shop(store: Path, kind: str, seed: int = 0) -> tuple[Path, dict[str, np.ndarray]]:
+    """Write the shop with keys, random ones of two thirds of the numbers that requests have; returns these too."""
+    spec, rng = shop_spec(kind), np.random.default_rng(seed)
+    tables = [
+        table.model_copy(update={"keys": "int64", **KEYED[table.name]}) if table.name in KEYED else table
+        for table in spec.tables
+    ]
+    spec = ModelSpec.model_validate(spec.model_dump() | {"tables": [table.model_dump() for table in tables]})
+    keys = {
+        table.name: rng.permutation(table.num_embeddings)[: 2 * table.num_embeddings // 3]
+        for table in spec.tables
+        if table.keys is not None
+    }
+    rows = {
+        table.name: random_rows(rng, keys[table.name].size if table.keys else table.num_embeddings, table.embedding_dim)
+        for table in spec.tables
+    }
+    return write_shop(store, spec, seed=seed, tables=rows, keys=keys), keys
+
+
 def write_shop(store: Path, spec: ModelSpec, version: int = 1, seed: int = 0, **more: Any) -> Path:
     """A snapshot of random rows and weights."""
     path, _ = write_snapshot(store, spec, seed, dense=random_tensors(spec, seed), version=version, **more)
@@ -127,13 +158,25 @@ def ask(replica: Replica, work: Any) -> Any:
 
 def score(served: LoadedVersion, batch: MergedBatch, replica: int = 0) -> Float32Array:
     """A batch's scores from one replica."""
+    return scored(served, batch, replica).scores
 
-    async def work(ranking: Ranking) -> Float32Array:
-        scores, rejected, *_ = await ranking.score(batch, FAR_S)
-        assert not len(rejected)
-        return scores
+
+def scored(served: LoadedVersion, batch: MergedBatch, replica: int = 0) -> Scored:
+    """What one replica answers to a batch, whose ids all have rows or are keys."""
+
+    async def work(ranking: Ranking) -> Scored:
+        scored = await ranking.score(batch, FAR_S)
+        assert not len(scored.rejected)
+        return scored
 
     return ask(served._replicas[replica], work)
+
+
+def engine_of(served: LoadedVersion) -> Engine:
+    """The engine of a version with all rows in this process."""
+    (shard,) = served.rankings[0]._shards
+    assert isinstance(shard, LocalShard)
+    return shard.node.generations.payload(MODEL, 1).engine
 
 
 def ranking_of(served: LoadedVersion, replica: int = 0) -> CardRanking:

@@ -31,6 +31,7 @@ from shard_node.engine.loading import load_tables
 from shard_node.node import LocalShard, Shard, ShardNode
 from shard_node.wire.address import Address
 from shardrank_testing.bags import bags_of_random_rows, by_bag, pool_by_definition
+from shardrank_testing.card_engines import OnCards
 from shardrank_testing.nodes import serving
 from shardrank_testing.snapshots import model_of, sharding_of, table_of, write_snapshot
 
@@ -50,6 +51,7 @@ class Topology:
     memory_budget_bytes: int | None = None
     replicate_bytes: int = 0
     replicas: int = 1
+    on: OnCards | None = None  # of each shard, as many as `cards`; None: in RAM
 
     def plan(self, spec: ModelSpec) -> Plan:
         return Plan.make(
@@ -84,7 +86,10 @@ def make_router(snapshot: Snapshot, plan: Plan, shards: list[Shard], hot: HotRow
 
 def local_router(snapshot: Snapshot, topology: Topology, hot: HotRows | None = None) -> Router:
     plan = topology.plan(snapshot.spec)
-    nodes = [make_node(snapshot, plan, shard, topology.memory_budget_bytes) for shard in range(plan.num_shards)]
+    nodes = []
+    for shard in range(plan.num_shards):
+        card_set = None if topology.on is None else topology.on.card_set(snapshot.spec)
+        nodes.append(make_node(snapshot, plan, shard, topology.memory_budget_bytes, card_set))
     return make_router(snapshot, plan, [LocalShard(node) for node in nodes], hot)
 
 
