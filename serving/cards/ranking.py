@@ -160,7 +160,7 @@ class CardBatch:
     def score(self, batch: MergedBatch, fill: Callable[[], None] = lambda: None) -> Float32Array:
         """Score what was filled in: float32 [N], a copy. Blocks, without the GIL. Raises MemoryBudgetError.
 
-        Or what is filled in by `fill`, which no row write comes between and the lookup.
+        Or what `fill` fills in: no row write comes between that and the lookup.
         """
         self._put(batch, fill)
         self._lane.stream.synchronize()
@@ -177,11 +177,11 @@ class CardBatch:
     def _put(self, batch: MergedBatch | None, fill: Callable[[], None] = lambda: None) -> None:
         """Put the work on the stream: of the batch that was filled in, or, for None, what all of the class share."""
 
-        def look_up() -> None:
+        def enqueue() -> None:
             fill()
             self._slot.enqueue()
 
-        self._lane.launch(look_up)
+        self._lane.launch(enqueue)
         if self._ranking is not None:
             self._ranking.replay(self._lane.stream)
         elif not self._layout.sequences:
@@ -412,21 +412,21 @@ class CardRanking(Ranking):
         looked_up, missing = model.layout.looked_up(self.router, mapped), NO_IDS
         buffers = self.scorer.buffers(model, batch, looked_up.rows.num_values)
 
-        def fill_found() -> None:
+        def find_and_fill() -> None:
             nonlocal missing
             rows, positions = self.scorer.lane.find_keys(looked_up.rows, model.layout.tables)
-            by_feature, found = mapped.bags, looked_up._replace(rows=rows)
+            by_feature, by_lookup = mapped.bags, looked_up._replace(rows=rows)
             if positions.size:
                 # A key that is left out is no part of a mean, or of a sequence: it is not pooled.
-                missing, by_feature, found = self.router.without_missing(by_feature, found, positions)
-            buffers.fill(batch, by_feature, found.rows)
+                missing, by_feature, by_lookup = self.router.without_missing(by_feature, by_lookup, positions)
+            buffers.fill(batch, by_feature, by_lookup.rows)
 
         if self._keys is None:
             buffers.fill(batch, mapped.bags, looked_up.rows)
         ready = self._clock()
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
-        scores = buffers.score(batch) if self._keys is None else buffers.score(batch, fill_found)
+        scores = buffers.score(batch) if self._keys is None else buffers.score(batch, find_and_fill)
         if self._keys is not None:
             self._keys.add(batch.bags, missing)
         if times is not None:

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from shard_node.access_counts import LookupSampler
-from shard_node.answer import NONE_MISSING, Answer
-from shard_node.bags import Bags, Float32Array, Int64Array, TableLayout
+from shard_node.answer import Answer
+from shard_node.bags import Bags, Float32Array, Int64Array
 from shard_node.cuda.batch import (
     MAX_BATCH_VALUES,
     BatchLayout,
@@ -32,7 +32,7 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.cuda.kernel_params import CHUNK_BYTES, MODES, OUT_DTYPES, BatchParams, OutDtype
 from shard_node.cuda.uploads import RowWriter, Upload, capacity_for
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, write_pieces
-from shard_node.engine.keyed_tables import KeyedTables, not_keyed
+from shard_node.engine.keyed_tables import KeyedTables
 from shard_node.errors import InvalidBagsError
 from shard_node.planning.card_plan import CardPlan
 
@@ -228,11 +228,8 @@ class HostPool:
         self._out: Memory | None = None
         self._down: Memory | None = None
 
-    def pool(self, bags: Bags, tables: Int64Array) -> tuple[list[Float32Array], Int64Array]:
-        """As `Engine.pool`, of at least one checked bag; `tables`, int64 [S], are its keys.
-
-        Returns also the positions of values whose key is missing.
-        """
+    def answer(self, bags: Bags, tables: Int64Array) -> Answer:
+        """As `Engine.answer`, of at least one checked bag; `tables`, int64 [S], are its keys."""
         lane, shapes = self._lane, self._lane.rows.shapes
         runs, group_elements = block_runs(shapes, bags, tables)
         table = RunTable(shapes, runs)
@@ -260,11 +257,11 @@ class HostPool:
             lane.stream.synchronize()
             raise
         sums = down.array[: runs.out_bytes].view(np.float32)
-        blocks_of_groups = [
+        of_groups = [
             sums[first:end].reshape(-1, group.embedding_dim).copy()
             for (first, end), group in zip(group_elements, shapes.layout.groups, strict=True)
         ]
-        return blocks_of_groups, missing
+        return Answer(of_groups, missing=missing)
 
     def _outputs(self, size_bytes: int) -> tuple[Memory, Memory]:
         # Nothing is under way: every batch before was waited for.
@@ -319,19 +316,14 @@ class CardEngine:
     `pool` is for callers on the host: batches take turns on all cards, each of which reads all rows. A ranking replica
     takes a `lane` of its card in its place, and keeps what it pooled there. The arenas are filled, one for each group,
     and are freed by `close`; if making the engine fails they still belong to the caller. `plan` is of `slot_tables`
-    where `layout` has tables with `keyed` rows. Raises MemoryBudgetError if a card or the host has no room for the
-    first buffers.
+    where there are `keyed` ones, which are freed too. Raises MemoryBudgetError if a card or the host has no room for
+    the first buffers.
     """
 
     def __init__(
-        self,
-        card_set: CardSet,
-        arenas: Sequence[ArenaOnCards],
-        plan: CardPlan,
-        layout: TableLayout,
-        keyed: KeyedTables | None = None,
+        self, card_set: CardSet, arenas: Sequence[ArenaOnCards], plan: CardPlan, keyed: KeyedTables | None = None
     ) -> None:
-        cards = card_set.cards
+        cards, layout = card_set.cards, plan.layout if keyed is None else keyed.layout
         self.card_set = card_set
         self.plan = plan
         self.layout = layout
@@ -363,13 +355,14 @@ class CardEngine:
 
     def pool(self, bags: Bags) -> list[Float32Array]:
         """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
-        return self._pool(bags)[0]
+        return cast("list[Float32Array]", self.answer(bags).sums)
 
-    def _pool(self, bags: Bags) -> tuple[list[Float32Array], npt.NDArray[np.integer[Any]]]:
+    def answer(self, bags: Bags, *, stored: bool = True) -> Answer:
+        """As `Engine.answer`, of sums: rows lie on the cards in another form than the stored one."""
         bags = bags.wide()
         self._rows.checks.check(bags)
         if not bags.num_bags:
-            return [np.zeros((0, group.embedding_dim), np.float32) for group in self.layout.groups], NONE_MISSING
+            return Answer([np.zeros((0, group.embedding_dim), np.float32) for group in self.layout.groups])
         if max(bags.num_bags, bags.num_values) >= MAX_BATCH_VALUES:
             raise InvalidBagsError(
                 f"{bags.num_bags} bags of {bags.num_values} values; a batch has fewer than {MAX_BATCH_VALUES} of each"
@@ -377,16 +370,11 @@ class CardEngine:
         tables = bags.keys.astype(np.int64)
         pool = self._free_pools.get()
         try:
-            answer = pool.pool(bags, tables)
+            answer = pool.answer(bags, tables)
         finally:
             self._free_pools.put(pool)
         self._rows.lookups.add(tables, bags)
         return answer
-
-    def answer(self, bags: Bags, *, stored: bool = True) -> Answer:
-        """As `Engine.answer`, of sums: rows lie on the cards in another form than the stored one."""
-        blocks, missing = self._pool(bags)
-        return Answer(blocks, missing=missing)
 
     def lane(self, card: int) -> CardStream:
         """Make a lane of a card for a ranking replica, which closes it before the engine is closed."""
@@ -398,9 +386,7 @@ class CardEngine:
         """As `Engine.update_keys`, and as `write_rows`."""
         if self._writer is None:
             raise ValueError("the engine is closed")
-        if self._rows.keyed is None:
-            raise not_keyed(self.layout, tables)
-        return self._writer.update_keys(self._rows.keyed, tables, keys, stored)
+        return self._writer.update_keys(tables, keys, stored)
 
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`. Returns when the rows are on their way: every later `pool` sees them.

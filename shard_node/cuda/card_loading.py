@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PlacesOf: TypeAlias = Callable[[Int64Array], UInt32Array]
-"""Returns the places uint32 [n] of rows int64 [n] of this node."""
+Place: TypeAlias = Callable[[Int64Array], tuple[Int64Array, UInt32Array]]
+"""Returns the rows int64 [n], and their places uint32 [n], of rows, or keys, int64 [n] of this node."""
+NamesAt: TypeAlias = Callable[[Int64Array], Int64Array]
+"""Returns the rows int64 [n] at positions of a file, int64 [n]; of a table with keys these."""
 UPLOAD_BYTES = PIECE_BYTES
 NUMBER_BYTES = 4
 
@@ -85,9 +87,7 @@ class CardTableLoad(TableLoad):
         options, pinned_bytes = card_set.options, int(card_set.options.pinned_memory_gb * 1e9)
         if memory_budget_bytes is not None:
             if self._key_bytes > memory_budget_bytes:
-                raise MemoryBudgetError(
-                    f"keys take {self._key_bytes} bytes, the memory budget is {memory_budget_bytes}"
-                )
+                raise MemoryBudgetError(f"keys take {self._key_bytes} bytes, the budget is {memory_budget_bytes}")
             pinned_bytes = min(pinned_bytes, memory_budget_bytes - self._key_bytes)
         hot_bytes = None if options.hot_gb is None else int(options.hot_gb * 1e9)
         budget = CardBudget(card_set.card_bytes, pinned_bytes, hot_bytes, card_set.cards.peer_access)
@@ -116,19 +116,17 @@ class CardTableLoad(TableLoad):
         cards = self._card_set.cards
         keyed = KeyedTables(self._layout, self._local) if self._local else None
         with ExitStack() as undo:
-            if keyed is not None:
-                undo.callback(keyed.close)
             arenas: list[ArenaOnCards] = []
             # Last in, first out: the cards have ended what was put on them before any memory is freed.
             for group in self.plan.layout.groups:
                 arena = ArenaOnCards(cards, group, Placer(self.plan))
                 undo.callback(arena.free)
                 arenas.append(arena)
-            with closing(CardFill(self._snapshot, self.plan, keyed, cards, progress, self._upload_bytes)) as fill:
+            with closing(CardFill(self._snapshot, self.plan, cards, progress, self._upload_bytes)) as fill:
                 for arena in arenas:
-                    fill.arena(arena)
+                    fill.arena(arena, keyed)
                 fill.finish()
-            engine = CardEngine(self._card_set, arenas, self.plan, self._layout, keyed)
+            engine = CardEngine(self._card_set, arenas, self.plan, keyed)
             undo.pop_all()
         name, version = self._snapshot.spec.model, self._snapshot.version
         for use in engine.memory():
@@ -164,17 +162,10 @@ class CardFill:
     """
 
     def __init__(
-        self,
-        snapshot: Snapshot,
-        plan: CardPlan,
-        keyed: KeyedTables | None,
-        cards: Cards,
-        progress: Progress,
-        upload_bytes: int = UPLOAD_BYTES,
+        self, snapshot: Snapshot, plan: CardPlan, cards: Cards, progress: Progress, upload_bytes: int = UPLOAD_BYTES
     ) -> None:
         self._snapshot = snapshot
         self._plan = plan
-        self._keyed = keyed
         self._placer = Placer(plan)
         self._files = {files.table: files for files in snapshot.manifest.tables}
         self._num_cards = plan.num_cards
@@ -187,13 +178,13 @@ class CardFill:
         self._streams = [card.stream(low_priority=True) for card in cards.cards]
         self._uploads = Uploads(cards, list(zip(cards.cards, self._streams, strict=True)), upload_bytes)
 
-    def arena(self, arena: ArenaOnCards) -> None:
+    def arena(self, arena: ArenaOnCards, keyed: KeyedTables | None) -> None:
         """Send all places and rows of an arena's tables, which may still be on their way when it returns."""
         for number in range(arena.group.first_table, arena.group.end_table):
-            if self._keyed is None or number not in self._keyed.capacity:
+            if keyed is None or number not in keyed.capacity:
                 self._table(arena, number)
             else:
-                self._keyed_table(arena, number, self._keyed)
+                self._keyed_table(arena, number, keyed)
 
     def finish(self) -> None:
         """Wait until everything that was sent is in place."""
@@ -230,26 +221,26 @@ class CardFill:
                 placed += piece.size
             if self._plan.places[number].rows:
                 self._send_places(arena, number, order.first_row, in_order[:placed])
-            places_of = partial(lambda first, rows: in_order[rows - first], order.first_row)
-            self._file(arena, number, index, positions, order.rows_at, places_of)
+            place = partial(lambda first, rows: (rows, in_order[rows - first]), order.first_row)
+            self._file(arena, number, index, positions, order.rows_at, place)
 
     def _keyed_table(self, arena: ArenaOnCards, number: int, keyed: KeyedTables) -> None:
         """Send the places of all rows that a table with keys may have, what missing keys get, and keys' rows."""
-        name, row_bytes = self._plan.layout.tables[number].name, arena.format.row_bytes
+        table = keyed.layout.tables[number]
         places = np.concatenate([piece for _, piece in self._placer.pieces(number)])
         if self._plan.places[number].rows:
             self._send_places(arena, number, 0, places)
-        missing, first = np.array([MISSING_ROW]), self._done_bytes
-        self._send_rows(
-            arena, number - arena.group.first_table, missing, self._snapshot.missing_row(name), places[missing]
-        )
-        for index, order in enumerate(keyed_orders(self._snapshot, name)):
-            positions, keys = order.positions_of(keyed.is_local[number]), self._snapshot.keys(name, index)
-            self._file(arena, number, index, positions, keys.take, places.take)
+        first, missing, stored = self._done_bytes, np.array([MISSING_ROW]), self._snapshot.missing_row(table.name)
+        self._send_rows(arena, number - arena.group.first_table, stored, missing, places[missing])
+        for index, order in enumerate(keyed_orders(self._snapshot, table)):
+            load = partial(keyed.load, self._snapshot.path / self._files[table.name].rows[index].path, number)
+            positions, keys = order.positions_of(keyed.is_local[number]), self._snapshot.keys(table.name, index)
+            place = partial(lambda load, keys: (rows := load(keys), places[rows]), load)
+            self._file(arena, number, index, positions, keys.take, place)
         # There may be fewer keys than rows.
-        self._done_bytes = first + places.size * row_bytes
+        self._done_bytes = first + places.size * arena.format.row_bytes
 
-    def _places_by_bucket(self, arena: ArenaOnCards, number: int, buckets: RowBuckets) -> PlacesOf:
+    def _places_by_bucket(self, arena: ArenaOnCards, number: int, buckets: RowBuckets) -> Place:
         """Send the places of a table's rows, which are stored bucket by bucket, and return what reads them."""
         begins = self._placer.bucket_places(number)
         places = np.empty(self._plan.places[number].rows, np.uint32)
@@ -261,7 +252,7 @@ class CardFill:
             local = np.flatnonzero(piece != NOT_HERE)
             places[index_of(local + first)] = piece[local]
         self._send_places(arena, number, 0, places)
-        return lambda rows: places[index_of(rows)]
+        return lambda rows: (rows, places[index_of(rows)])
 
     def _send_places(self, arena: ArenaOnCards, number: int, first_place: int, places: UInt32Array) -> None:
         step = self._upload_bytes // NUMBER_BYTES
@@ -275,15 +266,8 @@ class CardFill:
                 upload.used(card)
 
     def _file(
-        self,
-        arena: ArenaOnCards,
-        number: int,
-        index: int,
-        positions: Int64Array,
-        rows_at: Callable[[Int64Array], Int64Array],
-        places_of: PlacesOf,
+        self, arena: ArenaOnCards, number: int, index: int, positions: Int64Array, named_at: NamesAt, place: Place
     ) -> None:
-        """Send rows of a file, whose numbers, or keys, `rows_at` finds by their positions."""
         table = self._plan.layout.tables[number]
         files = self._files[table.name]
         source = self._snapshot.rows_file(table.name, index)
@@ -293,17 +277,15 @@ class CardFill:
         for first in range(0, positions.size, step):
             piece = positions[first : first + step]
             stored = items.take(piece).view(np.uint8).reshape(piece.size, -1)
-            rows, file = rows_at(piece), self._snapshot.path / files.rows[index].path
-            check_finite(file, table, stored, rows)
-            if self._keyed is not None and number in self._keyed.capacity:
-                rows = self._keyed.load(file, number, rows)
-            self._send_rows(arena, number - arena.group.first_table, rows, stored, places_of(rows))
+            named = named_at(piece)
+            check_finite(self._snapshot.path / files.rows[index].path, table, stored, named)
+            self._send_rows(arena, number - arena.group.first_table, stored, *place(named))
             self._done_bytes += stored.nbytes
             if self._done_bytes - self._reported_bytes >= min(PIECE_BYTES, self._upload_bytes):
                 self._report()
 
     def _send_rows(
-        self, arena: ArenaOnCards, table: int, rows: Int64Array, stored: ByteArray, places: UInt32Array
+        self, arena: ArenaOnCards, table: int, stored: ByteArray, rows: Int64Array, places: UInt32Array
     ) -> None:
         owner = owners_of(places, self._num_cards)
         counts = np.bincount(owner, minlength=self._num_cards + 2)

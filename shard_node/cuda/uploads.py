@@ -11,7 +11,8 @@ import numpy as np
 from shard_node.bags import Int64Array
 from shard_node.cuda.card_rows import ArenaOnCards, CardRows
 from shard_node.cuda.kernel_params import ByteArray, round_up
-from shard_node.engine.keyed_tables import KeyedTables, RowWrite
+from shard_node.engine.keyed_tables import RowWrite
+from shard_node.errors import InvalidBagsError
 
 if TYPE_CHECKING:
     from shard_node.cuda.cupy_cards import Card, Cards, Event, Memory, Stream
@@ -139,31 +140,31 @@ class RowWriter:
     def write(self, table: int | tuple[int, ...], rows: Int64Array, stored: ByteArray) -> int:
         """As `Engine.write_rows`."""
         checks = self._rows.checks
-        parts: list[RowWrite] = []
+        parts = list[RowWrite]()
         for number, of_table in checks.layout.rows_by_table(table, rows, stored):
             is_local = checks.local(number, rows)
             if is_local.all():
-                parts.append(RowWrite(number, rows, of_table))
+                parts.append((number, rows, of_table))
             elif is_local.any():
-                parts.append(RowWrite(number, rows[is_local], of_table[is_local]))
+                parts.append((number, rows[is_local], of_table[is_local]))
         if parts and rows.size:
             with self._writing:
                 self._write(parts)
         return sum(numbers.size for _, numbers, _ in parts)
 
-    def update_keys(
-        self, keyed: KeyedTables, tables: Sequence[int], keys: Int64Array, stored: ByteArray | None
-    ) -> tuple[int, int]:
+    def update_keys(self, tables: Sequence[int], keys: Int64Array, stored: ByteArray | None) -> tuple[int, int]:
         """As `Engine.update_keys`. The cards have memory for all rows that there may be."""
+        if self._rows.keyed is None:
+            raise InvalidBagsError("no table of the model has keys")
         with self._writing:
-            return keyed.update(tables, keys, stored, lambda _: None, self._write)
+            return self._rows.keyed.update(tables, keys, stored, self._write)
 
     def free(self) -> None:
         """Wait for what is under way, and free the buffers. Idempotent."""
         self._uploads.free()
 
-    def _write(self, parts: Sequence[RowWrite], change: Callable[[], None] = lambda: None) -> None:
-        """Put writes of rows on the streams, and call `change`, with no lookup between."""
+    def _write(self, parts: Sequence[RowWrite], calls: Sequence[Callable[[], object]] = ()) -> None:
+        """Put writes of rows on the streams, and make the calls, with no lookup between."""
         shapes, order = self._rows.shapes, self._rows.order
         placed: list[tuple[ArenaOnCards, int, int, int]] = []
         size_bytes = 0
@@ -186,7 +187,8 @@ class RowWriter:
                 for (arena, number, rows_at, stored_at), (_, rows, _) in zip(placed, parts, strict=True):
                     at = address + rows_at, address + stored_at
                     arena.write(card, number, *at, rows.size, stream, writes_host=card == 0)
-            change()
+            for call in calls:
+                call()
 
         try:
             order.write(put)

@@ -94,7 +94,7 @@ class ArenaLoad(TableLoad):
         self._key_bytes = index_bytes(self._capacity.values())
         self._keyed: KeyedTables | None = None
         # Which rows of each file are here, of tables with keys; then their rows by bucket are what there is.
-        self._orders = {number: keyed_orders(snapshot, layout.tables[number].name) for number in local}
+        self._orders = {number: keyed_orders(snapshot, layout.tables[number]) for number in local}
         for number, orders in self._orders.items():
             self._bucket_rows[number] = np.add.reduce([np.diff(order.starts) for order in orders])
         rows = [int(of_table[cards >= 0].sum()) for of_table, cards in zip(self._bucket_rows, self._cards, strict=True)]
@@ -285,12 +285,11 @@ def layout_for(snapshot: Snapshot, partition: Partition) -> TableLayout:
     return layout
 
 
-def keyed_orders(snapshot: Snapshot, name: str) -> list[FileOrder]:
+def keyed_orders(snapshot: Snapshot, table: TableSpec) -> list[FileOrder]:
     """Return the order of each file of a stored table with keys."""
-    table = next(table for table in snapshot.spec.stored_tables if table.name == name)
-    files = next(files for files in snapshot.manifest.tables if files.table == name)
+    files = next(files for files in snapshot.manifest.tables if files.table == table.name)
     buckets, firsts = RowBuckets.of(table), range(0, files.num_rows(table), files.rows_per_file)
-    return [buckets.of_keys(first, snapshot.keys(name, at)) for at, first in enumerate(firsts)]
+    return [buckets.of_keys(first, snapshot.keys(table.name, at)) for at, first in enumerate(firsts)]
 
 
 def check_finite(file: Path, table: TableSpec, stored: ByteArray, rows: Int64Array) -> None:

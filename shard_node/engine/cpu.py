@@ -16,7 +16,8 @@ from shard_node.answer import NONE_MISSING, Answer, StoredRows, group_keys, trav
 from shard_node.bags import Bags, Float32Array, Group, Int64Array, TableLayout
 from shard_node.engine.arena import NOT_HERE, PAGE_BYTES, Arena, Placement
 from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier, write_pieces
-from shard_node.engine.keyed_tables import KeyedTables, RowWrite, Upsert, not_keyed
+from shard_node.engine.keyed_tables import KeyedTables, RowWrite, Upsert
+from shard_node.errors import InvalidBagsError
 from shard_node.generation import RowLock
 from shard_node.split import add, split
 
@@ -96,19 +97,19 @@ class CpuEngine:
         self, tables: Sequence[int], keys: Int64Array, stored: npt.NDArray[np.uint8] | None
     ) -> tuple[int, int]:
         """As `Engine.update_keys`."""
-        keyed = self._keyed
-        if keyed is None:
-            raise not_keyed(self.layout, tables)
+        if self._keyed is None:
+            raise InvalidBagsError("no table of the model has keys")
         with self._writing:
-            claim = functools.partial(self._claim_rows, keyed, tables)
-            return keyed.update(tables, keys, stored, claim, self._change_keys)
+            claim = functools.partial(self._claim_rows, self._keyed, tables)
+            return self._keyed.update(tables, keys, stored, self._change_keys, claim)
 
-    def _change_keys(self, writes: Sequence[RowWrite], change: Callable[[], None]) -> None:
+    def _change_keys(self, writes: Sequence[RowWrite], calls: Sequence[Callable[[], object]]) -> None:
         self._row_lock.begin_write()
         try:
             for table, rows, stored in writes:
                 self._write_keyed(table, rows, stored)
-            change()
+            for call in calls:
+                call()
         finally:
             self._row_lock.end_write()
 

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from shard_node.errors import InvalidBagsError
 MISSING_ROW: Final = 0
 KEYS_PER_WRITE: Final = 512
 """That are inserted or deleted while lookups wait: in some tenths of a millisecond."""
+RowWrite: TypeAlias = tuple[int, Int64Array, npt.NDArray[np.uint8]]
+"""A table, rows of it, int64 [n], and what they become, as stored, uint8 [n, row_bytes]."""
 _CHANCE_SIGMAS, _CHANCE_KEYS = 6, 16
 MAX_KEYS: Final = 2**32 - 3
 
@@ -63,12 +65,10 @@ def slot_tables(
     tables, cards = list(layout.tables), list(partition.card_of_bucket)
     for table, count in capacity.items():
         # The row of missing keys, and one for each key.
-        rows = {"num_embeddings": 1 + count, "keys": None, "missing": "zeros"}
-        tables[table] = tables[table].model_copy(update=rows)
+        tables[table] = tables[table].model_copy(update={"num_embeddings": 1 + count, "keys": None, "missing": "zeros"})
         # Zeros if no bucket is here.
         cards[table] = np.resize(cards[table][cards[table] >= 0], cards[table].size)
-    slots = TableLayout(tuple(tables), layout.groups, layout.sliced)
-    return slots, Partition(partition.num_cards, tuple(cards))
+    return TableLayout(tuple(tables), layout.groups, layout.sliced), Partition(partition.num_cards, tuple(cards))
 
 
 class Upsert(NamedTuple):
@@ -82,19 +82,6 @@ class Upsert(NamedTuple):
         return Upsert(self.rows[chosen], self.is_new[chosen])
 
 
-class RowWrite(NamedTuple):
-    """Rows of a table, int64 [n], that get these stored ones, uint8 [n, row_bytes]."""
-
-    table: int
-    rows: Int64Array
-    stored: npt.NDArray[np.uint8]
-
-
-def not_keyed(layout: TableLayout, tables: Sequence[int]) -> InvalidBagsError:
-    """Return the error for an update of keys of tables that have none."""
-    return InvalidBagsError(f"tables {[layout.tables[table].name for table in tables]} have no keys")
-
-
 class KeyedTables:
     """The keys of an engine's tables, by number in the layout. One thread changes them, while none finds.
 
@@ -102,7 +89,7 @@ class KeyedTables:
     """
 
     def __init__(self, layout: TableLayout, is_local: Mapping[int, npt.NDArray[np.bool_]]) -> None:
-        self._layout, self.is_local = layout, dict(is_local)
+        self.layout, self.is_local = layout, dict(is_local)
         # The number of each table among those with keys; 0 of others, for which nobody asks.
         self._number = np.zeros(len(layout.tables), np.int64)
         self._number[list(is_local)] = np.arange(len(is_local))
@@ -124,7 +111,7 @@ class KeyedTables:
 
     def rows_of(self, bags: Bags, values_per_key: Int64Array) -> tuple[Bags, Int64Array]:
         """Return bags of tables with rows in place of keys, and the positions of values whose key is missing."""
-        keyed = self._layout.is_keyed[bags.keys]
+        keyed = self.layout.is_keyed[bags.keys]
         if not keyed.any():
             return bags, np.zeros(0, np.int64)
         wide = bags.values.astype(np.int64, copy=False)
@@ -150,7 +137,7 @@ class KeyedTables:
         elsewhere = ~self._local_buckets[self._number[tables], key_buckets(keys)]
         if elsewhere.any():
             which = int(elsewhere.argmax())
-            table = self._layout.tables[int(tables[which])].name
+            table = self.layout.tables[int(tables[which])].name
             raise InvalidBagsError(f"key {int(keys[which])} of table {table!r} is not on this node")
 
     def find(self, table: int, keys: Int64Array) -> Int64Array:
@@ -170,7 +157,7 @@ class KeyedTables:
         is_new = rows == ABSENT
         num_new = int(is_new.sum())
         if (total := self.num_keys(table) + num_new) > self.capacity[table]:
-            spec = self._layout.tables[table]
+            spec = self.layout.tables[table]
             raise DeltaError(
                 f"table {spec.name!r}: {total} keys with {num_new} new ones, but at most {self.capacity[table]} are "
                 f"allowed here, of its capacity {spec.num_embeddings}: export it with more",
@@ -188,8 +175,9 @@ class KeyedTables:
         except DeltaError as error:
             raise SnapshotCorruptError(f"{file}: {error}") from error
         if not (planned.is_new.all() and self.local(table, keys).all()):
-            name = self._layout.tables[table].name
-            raise SnapshotCorruptError(f"{file}: table {name!r}: keys twice, or not by bucket")
+            raise SnapshotCorruptError(
+                f"{file}: table {self.layout.tables[table].name!r}: keys twice, or not by bucket"
+            )
         self.insert(table, keys, planned)
         return planned.rows
 
@@ -198,52 +186,36 @@ class KeyedTables:
         tables: Sequence[int],
         keys: Int64Array,
         stored: npt.NDArray[np.uint8] | None,
-        claim: Callable[[Sequence[Upsert]], object],
-        change: Callable[[list[RowWrite], Callable[[], None]], object],
+        change: Callable[[Sequence[RowWrite], Sequence[Callable[[], object]]], object],
+        claim: Callable[[Sequence[Upsert]], object] = len,
     ) -> tuple[int, int]:
-        """Change the keys and rows of an engine, as `Engine.update_keys`. One thread at a time.
+        """Change keys and rows of an engine, as `Engine.update_keys`. One thread at a time.
 
-        `claim` claims memory for the rows of each table. `change`, called for some keys at a time, writes rows and
-        calls what then changes their keys, all of it while no lookup is between finding rows and reading them.
+        `claim` claims memory for rows, table by table, if there are any. `change` writes some of them and makes the
+        calls, which change their keys: all while no lookup is between finding its rows and reading them.
         """
-        if not self._layout.is_keyed[list(tables)].all():
-            raise not_keyed(self._layout, tables)
-        by_table = [] if stored is None else self._layout.rows_by_table(tuple(tables), keys, stored)
+        if not self.layout.is_keyed[list(tables)].all():
+            raise InvalidBagsError(f"tables {[self.layout.tables[table].name for table in tables]} have no keys")
+        by_table = [] if stored is None else self.layout.rows_by_table(tuple(tables), keys, stored)
         # Slices of a table may be on different nodes.
-        of_tables = [self.local(table, keys).nonzero()[0] for table in tables]
-        at = functools.reduce(np.union1d, of_tables)
-        plans = [
-            self.plan_upsert(table, keys[of_table])
-            for table, of_table in zip(tables, of_tables, strict=True)
-            if by_table
-        ]
+        of_tables = dict(zip(tables, (self.local(table, keys).nonzero()[0] for table in tables), strict=True))
+        present = [at[self.find(table, keys[at]) != ABSENT] for table, at in of_tables.items()]
+        plans = [self.plan_upsert(table, keys[of_tables[table]]) for table, _ in by_table]
         claim(plans)
-        is_present = np.zeros(keys.size, np.bool_)
-        for begin in range(0, at.size, KEYS_PER_WRITE):
-            edges = at[begin], at[min(begin + KEYS_PER_WRITE, at.size) - 1] + 1
-            writes, changes = list[RowWrite](), list[tuple[int, Int64Array, Upsert | None]]()
-            for number, (table, of_table) in enumerate(zip(tables, of_tables, strict=True)):
-                piece = slice(*of_table.searchsorted(edges).tolist())
-                plan, chosen = plans[number].piece(piece) if plans else None, of_table[piece]
-                if plan is not None:
-                    writes.append(RowWrite(table, plan.rows, by_table[number][1][chosen]))
-                changes.append((table, chosen, plan))
-            change(writes, functools.partial(self._change, keys, changes, is_present))
-        return at.size, int(is_present.sum())
-
-    def _change(
-        self,
-        keys: Int64Array,
-        changes: Sequence[tuple[int, Int64Array, Upsert | None]],
-        is_present: npt.NDArray[np.bool_],
-    ) -> None:
-        """Insert keys of each table, by their positions, or remove those that have no plan; note which were there."""
-        for table, at, plan in changes:
-            if plan is None:
-                is_present[at] |= self.remove(table, keys[at])
-            else:
-                self.insert(table, keys[at], plan)
-                is_present[at] |= ~plan.is_new
+        here = functools.reduce(np.union1d, of_tables.values())
+        for begin in range(0, here.size, KEYS_PER_WRITE):
+            edges = here[begin], here[min(begin + KEYS_PER_WRITE, here.size) - 1] + 1
+            writes, calls = list[RowWrite](), list[Callable[[], object]]()
+            for number, (table, at) in enumerate(of_tables.items()):
+                piece = slice(*at.searchsorted(edges).tolist())
+                if plans:
+                    plan = plans[number].piece(piece)
+                    writes.append((table, plan.rows, by_table[number][1][at[piece]]))
+                    calls.append(functools.partial(self.insert, table, keys[at[piece]], plan))
+                else:
+                    calls.append(functools.partial(self.remove, table, keys[at[piece]]))
+            change(writes, calls)
+        return here.size, functools.reduce(np.union1d, present).size
 
     def insert(self, table: int, keys: Int64Array, planned: Upsert) -> None:
         """Give planned keys their rows: all of a plan, or pieces of it one after the other. No lookup may run."""

@@ -81,8 +81,9 @@ async def test_lookups_give_what_a_dict_gives_while_keys_come_and_go(tmp_path, t
         Topology(shards=3, sharding="table"),
         Topology(shards=2, replicate_bytes=1 << 30),
         Topology(shards=2, replicate_bytes=3000),
+        Topology(shards=3, cards=2, sharding="table", on=OnCards(2, "peers")),
     ],
-    ids=["by table", "replicated", "some replicated"],
+    ids=["by table", "replicated", "some replicated", "by table, on cards"],
 )
 async def test_tables_that_one_shard_has_or_every_shard(tmp_path, topology):
     """Of a table with one owner no bucket is asked for, whatever the key's sign."""

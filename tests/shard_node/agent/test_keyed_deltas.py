@@ -14,6 +14,7 @@ from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, delt
 from router.router import Router
 from shard_node.agent.delta_follower import FollowerConfig
 from shardrank_testing import deltas
+from shardrank_testing.card_engines import OnCards
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.keyed_tables import CAPACITY, KeyedModel, random_keys
 from shardrank_testing.registries import REGISTRY_KINDS, registry_of
@@ -57,10 +58,13 @@ async def test_all_shards_and_replicas_have_what_was_published(kind, tmp_path):
         await deltas.register_version(registry, model.snapshot)
         publisher = AsyncDeltaPublisher(registry, "m", model.snapshot.version)
         routers = [local_router(model.snapshot, Topology(shards=shards)) for shards in (3, 3, 1)]
+        routers.append(
+            local_router(model.snapshot, Topology(cards=2, on=OnCards(2, "every tier", "as late as can be")))
+        )
         for _ in range(3):
             sequence = await train(publisher, model)
             absent = [await follow(registry, model, router, sequence) for router in routers]
-            assert sum(absent[0]) == sum(absent[1]) >= sum(absent[2]) > 0
+            assert sum(absent[0]) == sum(absent[1]) >= sum(absent[2]) == sum(absent[3]) > 0
             for router in routers:
                 bags = model.bags()
                 model.check(bags, await lookup(router, model.snapshot, bags))
