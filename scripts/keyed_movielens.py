@@ -45,6 +45,8 @@ CODEC = RowCodec("int8", DIM)
 # Of a key in the index of a table that is at its capacity.
 INDEX_BYTES = 20
 ANSWER_TIMEOUT_S = 60.0
+# What is compared is what was published, not how it is computed.
+FLOAT32 = {"dtype": "float32", "wire_dtype": "float32"}
 
 
 class KeyedRows:
@@ -251,7 +253,7 @@ class ServedModel:
         spec = spec_of(trainer.sizes, keys="int64", missing="mean")
         store, registry = folder / "store", str(folder / "registry")
         export_snapshot(store, spec, rows=rows, keys=keys, dense=trainer.network.dense())
-        options: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "replicate_bytes": 0, "serve": {"dtype": "float32"}}
+        options: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "replicate_bytes": 0, "serve": FLOAT32}
         portal = stack.enter_context(start_blocking_portal())
         running = running_fleet(FleetConfig(store=store, registry=registry, shards=2, **options))
         fleet = stack.enter_context(portal.wrap_async_context_manager(running))
