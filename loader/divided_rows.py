@@ -192,6 +192,12 @@ def part_counts(
     return {part.name: _as_uint32(of_part) for part, of_part in zip(parts, by_part, strict=True)}
 
 
+def chosen_rows(table: TableSpec, source: RowSource, chosen: npt.NDArray[np.bool_]) -> RowSource:
+    """Return some rows of a table with keys, bool [n], in their order."""
+    part = table.model_copy(update={"num_embeddings": int(chosen.sum())})
+    return _PartRows(source, (~chosen).view(np.uint8), 0, part)
+
+
 class _PartRows(RowSource):
     """The rows of one class of another source, in order; those of a pruned table's last part end with a mean."""
 

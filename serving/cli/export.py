@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from datetime import UTC, datetime
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     "--keys TABLE=FILE",
     "The keys of a table's rows, in their order: an .npy file of integers; of strings a text file, as of --vocabulary.",
 )
+@opts.assignments("--updated TABLE=FILE", "When a table's keys were updated last: .npy, seconds since 1970.")
+@opts.option("--expire-before TIME", "Keys --updated before that are left out: seconds since 1970, or a date (UTC).")
 @opts.option(
     "--counts",
     "How often rows are looked up: what decides which are hot, and so how tables are divided, pruned and placed. As "
@@ -97,7 +101,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
           --vocabulary users=user-ids.txt
       shardrank export --checkpoint model.safetensors --model films.json --store s3://bucket/models
     """
-    from loader.divided_rows import divide_rows
+    from loader.divided_rows import chosen_rows, divide_rows
     from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.publishing import rows_bytes_of
     from loader.snapshot.tensor_files import load_numpy
@@ -107,6 +111,10 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
     levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
     blocks, plan, described = options["blocks"], None, read_description(description)
     keys = {table: _read_keys(described, table, Path(file)) for table, file in options["keys"].items()}
+    kept = _unexpired(keys, options["updated"], options["expire_before"])
+    for table, of_table in kept.items():
+        of = keys[table]
+        keys[table] = list(compress(of, of_table.tolist())) if isinstance(of, list) else of[of_table]
     levers["num_keys"] = {table: len(of_table) for table, of_table in keys.items()}
     pruned = Pruned.of(description, described, options["counts"], **levers, blocks=blocks)
     spec, counts = pruned.spec, pruned.counts
@@ -117,6 +125,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
     classes = {table: _row_classes(spec, table, Path(file)) for table, file in blocks.items()}
     given, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"], options["program"])
     _check_blocks(spec, given, classes)
+    given |= {one.name: chosen_rows(one, given[one.name], kept[one.name]) for one in spec.tables if one.name in kept}
     seen = {table.name for table in spec.logical_tables}
     whole = {table: one for table, one in counts.items() if table in seen}
     made = divide_rows(spec, given, whole, row_classes=classes, kept=pruned.kept)
@@ -318,13 +327,42 @@ def _check_tables(flag: str, known: Collection[str], tables: Iterable[str]) -> N
             raise ExportError(f"{flag}: no table {table!r}; the description's tables are {list(known)}")
 
 
-def _read_keys(described: ModelDescription, table: str, path: Path) -> npt.NDArray[np.integer[Any]] | Sequence[str]:
+def _read_keys(described: ModelDescription, table: str, path: Path) -> npt.NDArray[np.integer[Any]] | list[str]:
     """Return the keys in a file. Raises ExportError."""
     from loader.traces import map_npy
 
     tables = {one.name: one for one in described.tables if one.keys is not None}
     _check_tables("--keys", tables, [table])
     return _read_lines(path) if tables[table].keys == "string" else map_npy(path)
+
+
+def _unexpired(
+    keys: Mapping[str, Sized], updated: Mapping[str, str], expire_before: str | None
+) -> dict[str, npt.NDArray[np.bool_]]:
+    """Return which keys of tables are not left out, bool [n]. Raises ExportError."""
+    from loader.traces import map_npy
+
+    if bool(updated) != (expire_before is not None):
+        raise ExportError("--updated and --expire-before go with each other")
+    _check_tables("--updated (of those with --keys)", keys, updated)
+    kept = dict[str, "npt.NDArray[np.bool_]"]()
+    for table, file in updated.items():
+        times = map_npy(Path(file))
+        if times.dtype.kind not in "iu" or times.shape != (len(keys[table]),):
+            told = f"expected integers [{len(keys[table])}], one for each key, got {times.dtype} {list(times.shape)}"
+            raise ExportError(f"--updated: {file}: {told}")
+        kept[table] = times >= _seconds_of(expire_before or "")
+    return kept
+
+
+def _seconds_of(text: str) -> float:
+    if text.isdecimal():
+        return float(text)
+    try:
+        at = datetime.fromisoformat(text)
+        return at.replace(tzinfo=at.tzinfo or UTC).timestamp()
+    except ValueError as error:
+        raise ExportError(f"--expire-before {text!r} is neither seconds since 1970 nor a date: {error}") from error
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -100,9 +100,27 @@ def test_tables_with_keys_are_exported_with_theirs(inputs: Path) -> None:
         # Number 511 of those that are 2^55 apart is the last one, as a signed one; there are 300.
         assert {name: one.keys.tolist() for name, one in found.missing.items()} == {"item": [-(1 << 55), 1]}
         assert ranker.rank("shop", {"user": "anna"}, {"item": [0, -(212 << 55)]}).scores.size == 2
+    np.save(inputs / "times.npy", np.where(np.arange(300) % 3, 1_767_225_600, 1_767_225_599))
+    np.save(inputs / "user-times.npy", np.array([9, 0, 9], np.uint32))
+    times = ("--updated", f"items={inputs / 'times.npy'}", "--expire-before", "2026-01-01")
+    shardrank(*command, *files, *times)
+    shardrank(*command, *files, *times[:2], "--updated", f"users={inputs / 'user-times.npy'}", "--expire-before", "9")
+    asked = {"item": [(np.arange(300) << 55).tolist()], "user": [["anna"], ["bert"], ["cäcilie"]]}
+    for version, missing_items, missing_users in ((2, range(0, 300, 3), []), (3, [], [1])):
+        with Ranker.open(inputs / "models" / "shop" / f"{version}") as ranker:
+            found = ranker.lookup("shop", asked, return_missing=True)
+        missing = {name: (one.bags.tolist(), one.keys.tolist()) for name, one in found.missing.items()}
+        assert missing.get("user", ([], []))[0] == missing_users
+        assert missing.get("item", ([], []))[1] == [asked["item"][0][number] for number in missing_items]
+        known = np.delete(rows["rows_of_items"], missing_items, axis=0).sum(axis=0)
+        np.testing.assert_allclose(found.embeddings["item"][0], known, rtol=1e-2, atol=0.5)
     for flags, problem in (
         (files[:2], "capacity is auto: give its keys"),
         ((*files, "--keys", f"shops={inputs / 'items.npy'}"), "--keys: no table 'shops'"),
+        ((*files, *times[:2]), "--updated and --expire-before go with each other"),
+        ((*files, *times[:3], "soon"), "--expire-before 'soon' is neither seconds since 1970 nor a date"),
+        ((*files, *times, "--updated", f"users={inputs / 'times.npy'}"), "expected integers [3], one for each key"),
+        ((*files[:2], *times), "--updated (of those with --keys): no table 'items'"),
     ):
         assert problem in shardrank(*command, *flags, code=1).output
 
