@@ -23,17 +23,7 @@ from loader.registry.fleet import (
     delta_stream,
     rollout_key,
 )
-from loader.rollout import CoordinatorConfig
-from loader.rollout.coverage import (
-    BakeTally,
-    FleetView,
-    RecentNodes,
-    StepBlocker,
-    baseline_of,
-    cannot_roll,
-    refusals,
-    step_blockers,
-)
+from loader.rollout import CoordinatorConfig, coverage
 from loader.rollout.guards import compare
 from loader.rollout.plan import OnRecord, Rollout, Step, advanced, changed, read_rollout, undone, wanted_in_step
 
@@ -56,7 +46,7 @@ class _StepRunner:
     ) -> None:
         self._fleet, self._config = fleet, config
         self._clock, self._monotonic, self._bake_began_s = clock, monotonic, -math.inf
-        self._tally = BakeTally()
+        self._tally = coverage.BakeTally()
         # The record with the time that was observed since it was written, which is `_unwritten_s`.
         self._counted: OnRecord | None = None
         self._unwritten_s = 0.0
@@ -64,7 +54,7 @@ class _StepRunner:
         self._behind_s = 0.0
 
     async def move(
-        self, on_record: OnRecord, wanted: WantedModel | None, view: FleetView, elapsed_s: float, now_s: float
+        self, on_record: OnRecord, wanted: WantedModel | None, view: coverage.FleetView, elapsed_s: float, now_s: float
     ) -> Rollout | None:
         """Make the next move of a rollout that has not ended; its record and `wanted` must have just been read.
 
@@ -91,7 +81,7 @@ class _StepRunner:
             # Write what the step wants, unless somebody else wrote since it was read.
             if rollout.waited_s < self._config.step_delay_s:
                 return await self._count(on_record, rollout.waited_s, staging=True)
-            if blockers := cannot_roll(rollout, view):
+            if blockers := coverage.cannot_roll(rollout, view):
                 return await self._wait(on_record, view, blockers)
             # Also if it changes nothing: above the plan's epoch, no coordinator with an older plan writes any more.
             step = wanted_in_step(rollout, max(epoch, known) + 1)
@@ -119,16 +109,16 @@ class _StepRunner:
         text = "begins" if is_undone_now else "the registry had lost what this step wrote: it is done again"
         return changed(rollout, now, text, base_epoch=wanted.epoch)
 
-    async def _judge(self, on_record: OnRecord, view: FleetView, epoch: int) -> Rollout | None:
+    async def _judge(self, on_record: OnRecord, view: coverage.FleetView, epoch: int) -> Rollout | None:
         rollout, now = on_record.rollout, self._clock()
         undoable = rollout.state == "running" and not rollout.committed
-        if undoable and view.settled and (refused := refusals(rollout, view)):
+        if undoable and view.settled and (refused := coverage.refusals(rollout, view)):
             return await self._write(on_record, undone(rollout, now, "refused", refused))
         if rollout.step == Step.REPLAY and rollout.state == "running" and rollout.replay_until is None:
             bounds = await self._fleet.registry.bounds(delta_stream(rollout.model, rollout.delta_base))
             text = f"deltas are replayed up to {bounds.last}"
             return await self._write(on_record, changed(rollout, now, text, replay_until=bounds.last))
-        blockers = step_blockers(rollout, view, epoch)
+        blockers = coverage.step_blockers(rollout, view, epoch)
         baking_now = rollout.step in (Step.CANARY, Step.BAKE) and rollout.bake_s > 0 and undoable
         compared, missing = "", 0
         if baking_now and rollout.bake_began_at is not None:
@@ -140,7 +130,7 @@ class _StepRunner:
         if blockers:
             return await self._wait(on_record, view, blockers)
         if baking_now and rollout.bake_began_at is None:
-            baseline = baseline_of(view.nodes, rollout)
+            baseline = coverage.baseline_of(view.nodes, rollout)
             text = f"bake of {rollout.bake_s:g} s begins on {len(baseline)} serving processes"
             change = {"bake_began_at": now, "baked_s": 0.0, "waited_s": 0.0, "baseline": baseline}
             begun = await self._write(on_record, changed(rollout, now, text, **change))
@@ -153,11 +143,13 @@ class _StepRunner:
             text = f"guard: {requests} after {rollout.baked_s:.0f} s"
             return await self._write(on_record, undone(rollout, now, "rolled_back", f"{text}; {compared}"))
         text = f"done after {max(now - rollout.step_began_at, 0.0):.1f} s"
-        if rollout.committed and (refused := refusals(rollout, view)):
+        if rollout.committed and (refused := coverage.refusals(rollout, view)):
             text = f"{text}; refused by {refused}"
         return await self._write(on_record, advanced(rollout, now, epoch, f"{text}; {compared}" if compared else text))
 
-    async def _wait(self, on_record: OnRecord, view: FleetView, blockers: Sequence[StepBlocker]) -> Rollout | None:
+    async def _wait(
+        self, on_record: OnRecord, view: coverage.FleetView, blockers: Sequence[coverage.StepBlocker]
+    ) -> Rollout | None:
         """Wait for nodes that lag, and when that lasts too long undo the rollout, or note it if it can't be undone."""
         if not view.settled:
             return None
@@ -217,7 +209,7 @@ class Coordinator:
         self._sleep = sleep
         self._monotonic = monotonic
         self._config = config or CoordinatorConfig()
-        self._nodes = RecentNodes(self._config.settle_s)
+        self._nodes = coverage.RecentNodes(self._config.settle_s)
         self._runners: dict[str, _StepRunner] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._wanted: dict[str, WantedModel] = {}
@@ -288,7 +280,7 @@ class Coordinator:
         self._lock_until = now + ttl_s
         return True
 
-    async def _tick_model(self, model: str, view: FleetView, elapsed_s: float) -> bool:
+    async def _tick_model(self, model: str, view: coverage.FleetView, elapsed_s: float) -> bool:
         try:
             key, rollout, known = rollout_key(model), self._rollouts.get(model), self._wanted.get(model)
             if rollout is not None and await self._fleet.restore_raw(key, rollout.encode(), rollout.epoch):

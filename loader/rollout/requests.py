@@ -27,24 +27,9 @@ from loader.registry.fleet import (
     delta_stream,
     rollout_key,
 )
+from loader.rollout import plan
 from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, step_blockers
 from loader.rollout.guards import GuardLimits, GuardReport, compare
-from loader.rollout.plan import (
-    Event,
-    OnRecord,
-    Outcome,
-    Rollout,
-    RolloutState,
-    Step,
-    Strategy,
-    decode_rollout,
-    new_rollout,
-    plan_steps,
-    read_rollout,
-    replica_groups,
-    undone,
-    wanted_in_step,
-)
 from loader.snapshot.tables import Frozen
 
 MAX_ATTEMPTS = 16
@@ -58,13 +43,13 @@ async def start_rollout(
     canary_share: float | None = None,
     bake_s: float = 0.0,
     bake_timeout_s: float | None = None,
-    strategy: Strategy = "beside",
+    strategy: plan.Strategy = "beside",
     guards: GuardLimits | None = None,
     clock: Callable[[], float] = time.time,
     rollout_id: str,
-    after: OnRecord | None = None,
+    after: plan.OnRecord | None = None,
     warn: Callable[[str], object] = lambda warning: None,
-) -> Rollout:
+) -> plan.Rollout:
     """Put a rollout on record; a coordinator carries it out.
 
     `canary_share` of the requests, in (0, 1), go to it first; None: no canary. For `bake_s` seconds it is compared with
@@ -76,7 +61,7 @@ async def start_rollout(
     Raises RolloutError if one is running, or this one can't be carried out; the message says why.
     """
     # First the rollout, then what is wanted: while the first is not running nobody changes the second.
-    last = after or await read_rollout(fleet, model)
+    last = after or await plan.read_rollout(fleet, model)
     if last is not None and last.rollout.active:
         raise RolloutError(
             f"{model}: the rollout of version {last.rollout.to_version} is {last.rollout.state}, in {last.rollout.step}"
@@ -99,8 +84,8 @@ async def start_rollout(
     groups, early, warnings = _replica_groups(view, model, wanted) if strategy == "by-replica" else ((), 0, ())
     list(map(warn, warnings))
     trials = {"canary": canary_share is not None, "bake": bake_s > 0 and live is not None}
-    steps = plan_steps(strategy, **trials, early_groups=early, groups=len(groups))
-    rollout = new_rollout(
+    steps = plan.plan_steps(strategy, **trials, early_groups=early, groups=len(groups))
+    rollout = plan.new_rollout(
         *(published, wanted, None if last is None else last.rollout, clock()),
         rollout_id=rollout_id,
         canary_share=canary_share,
@@ -129,8 +114,8 @@ class SeenRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     live: int | None
 
 
-async def _read_seen(fleet: FleetRegistry, model: str, seen: SeenRollout | None) -> OnRecord | None:
-    last, wanted = await read_rollout(fleet, model), await fleet.wanted_model(model)
+async def _read_seen(fleet: FleetRegistry, model: str, seen: SeenRollout | None) -> plan.OnRecord | None:
+    last, wanted = await plan.read_rollout(fleet, model), await fleet.wanted_model(model)
     live = None if wanted is None else wanted.live
     shown = seen and (seen.rollout_id, seen.is_active, seen.live)
     if shown and last is not None and shown != (last.rollout.rollout_id, last.rollout.active, live):
@@ -148,7 +133,7 @@ async def abort_rollout(
     *,
     clock: Callable[[], float] = time.time,
     seen: SeenRollout | None = None,
-) -> Rollout:
+) -> plan.Rollout:
     """Undo a running rollout.
 
     Raises RolloutError if none is running, its old version is being retired, or it is not as it was `seen`.
@@ -157,7 +142,7 @@ async def abort_rollout(
         last = await _read_seen(fleet, model, seen)
         if last is None:
             raise RolloutError(f"{model}: no rollout is running")
-        aborted = undone(last.rollout, clock(), "aborted", reason or "no reason given")
+        aborted = plan.undone(last.rollout, clock(), "aborted", reason or "no reason given")
         with suppress(RegistryConflictError):
             await fleet.registry.put(rollout_key(model), aborted.encode(), last.revision)
             return aborted
@@ -172,7 +157,7 @@ async def roll_back(
     rollout_id: str,
     seen: SeenRollout | None = None,
     warn: Callable[[str], object] = lambda warning: None,
-) -> Rollout:
+) -> plan.Rollout:
     """Return to the version before the live one, by a rollout of it; while one is running, abort that instead.
 
     It has the strategy of the last one. Raises RolloutError if there is no such version, a running rollout can no
@@ -201,7 +186,7 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
     if before == num_shards:
         return
     for model in await fleet.wanted():
-        last = await read_rollout(fleet, model)
+        last = await plan.read_rollout(fleet, model)
         if last is not None and last.rollout.active:
             raise RolloutError(
                 f"{model}: the rollout of version {last.rollout.to_version} is {last.rollout.state}: the number of "
@@ -266,7 +251,7 @@ def _replica_groups(
         "requests fail until it is back; three replicas of each shard, or about "
         f"{lacking / 1e9:.3g} GB more memory for each node, avoid it"
     )
-    return *replica_groups(by_shard), (warning,) if lacking > 0 else ()
+    return *plan.replica_groups(by_shard), (warning,) if lacking > 0 else ()
 
 
 class StepStatus(Frozen):
@@ -310,11 +295,11 @@ class RolloutStatus(Frozen):
     model: str
     live: int | None
     wanted: WantedModel | None
-    state: RolloutState | None = None
-    outcome: Outcome | None = None
+    state: plan.RolloutState | None = None
+    outcome: plan.Outcome | None = None
     reason: str = ""
     rollout_id: str | None = None
-    strategy: Strategy | None = None
+    strategy: plan.Strategy | None = None
     from_version: int | None = None
     to_version: int | None = None
     canary_share: float | None = None
@@ -330,7 +315,7 @@ class RolloutStatus(Frozen):
     waiting_for: tuple[str, ...] = ()
     guards: GuardReport | None = None
     nodes: tuple[NodeStatus, ...]
-    events: tuple[Event, ...] = ()
+    events: tuple[plan.Event, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +333,7 @@ class FleetState:
     nodes: tuple[NodeRecord, ...] = ()
     division: FleetRecord | None = None
     wanted: Mapping[str, WantedModel] = field(default_factory=dict)
-    rollouts: Mapping[str, Rollout] = field(default_factory=dict)
+    rollouts: Mapping[str, plan.Rollout] = field(default_factory=dict)
     published: Mapping[tuple[str, int], PublishedVersion] = field(default_factory=dict)
     stream_ends: Mapping[tuple[str, int], int] = field(default_factory=dict)
     coordinator: str | None = None
@@ -370,14 +355,14 @@ class FleetState:
         if rollout is None:
             return RolloutStatus(model=model, live=live, wanted=wanted, nodes=nodes)
         written = wanted is not None and wanted.epoch > rollout.base_epoch
-        if wanted is not None and written and wanted.wants_same(wanted_in_step(rollout, wanted.epoch)):
+        if wanted is not None and written and wanted.wants_same(plan.wanted_in_step(rollout, wanted.epoch)):
             lagging = step_blockers(rollout, view, wanted.epoch)
         else:
             written, lagging = False, cannot_roll(rollout, view)
         waiting_for = [lag.text for lag in lagging]
         guards = None
         if rollout.bake_began_at is not None:
-            totals, live_answers = BakeTally().totals(rollout, view.nodes), rollout.step == Step.CANARY
+            totals, live_answers = BakeTally().totals(rollout, view.nodes), rollout.step == plan.Step.CANARY
             guards = compare(*totals, rollout.guards, live_answers=live_answers)
             if guards.missing:
                 each = "each version" if live_answers else f"version {rollout.to_version}"
@@ -386,7 +371,7 @@ class FleetState:
         states = ["done" if index <= rollout.step_index else "pending" for index in range(len(rollout.steps))]
         if rollout.active:
             states[rollout.step_index] = "running"
-        same = RolloutStatus.model_fields.keys() & Rollout.model_fields.keys() - {"steps", "guards"}
+        same = RolloutStatus.model_fields.keys() & plan.Rollout.model_fields.keys() - {"steps", "guards"}
         return RolloutStatus(
             **{name: getattr(rollout, name) for name in same},
             live=live,
@@ -425,7 +410,7 @@ async def read_fleet(fleet: FleetRegistry) -> FleetState:
         nodes=tuple(nodes),
         division=division,
         wanted=wanted,
-        rollouts={model: decode_rollout(model, entries[key].value) for key, model in models.items()},
+        rollouts={model: plan.decode_rollout(model, entries[key].value) for key, model in models.items()},
         published=versions,
         stream_ends={base: end.last for base, end in zip(bases, ends, strict=True)},
         coordinator=coordinator,

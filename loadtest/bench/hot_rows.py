@@ -12,18 +12,7 @@ import click
 import numpy as np
 
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import (
-    MODEL,
-    Bench,
-    BenchTable,
-    Measure,
-    UniformTables,
-    Values,
-    bench_command,
-    make_router,
-    node_process,
-    remote_shards,
-)
+from loadtest.bench import harness
 from loadtest.load.loops import cpu_by_role
 from router.hot_rows import HotRows, HotSet
 from router.plan import Plan
@@ -36,10 +25,10 @@ TIMEOUT_S = 60.0
 SHARDS, BAGS, BATCHES = 2, 100, 10
 HIT_RATES = (0.0, 0.5, 0.9)
 COST_MEASURES = (
-    Measure("time of a lookup", "ms"),
-    Measure("CPU of the router", "ms"),
-    Measure("CPU of the nodes", "ms"),
-    Measure("bytes on sockets", "kB"),
+    harness.Measure("time of a lookup", "ms"),
+    harness.Measure("CPU of the router", "ms"),
+    harness.Measure("CPU of the nodes", "ms"),
+    harness.Measure("bytes on sockets", "kB"),
 )
 
 
@@ -55,13 +44,13 @@ def hot_rows_of(snapshot: Snapshot, plan: Plan, count: int) -> HotRows:
 
 
 def measure_lookups(
-    bench: Bench, process_ids: Sequence[int], seconds: float, batches: Sequence[Bags], router: Router, _: int
-) -> Values:
+    bench: harness.Bench, process_ids: Sequence[int], seconds: float, batches: Sequence[Bags], router: Router, _: int
+) -> harness.Values:
     """Look batches up in turns for some seconds."""
     wire_bytes = list[int]()
 
     async def lookup(batch: Bags) -> None:
-        embeddings = await router.lookup(MODEL, 1, batch, time.monotonic() + TIMEOUT_S, EXACT)
+        embeddings = await router.lookup(harness.MODEL, 1, batch, time.monotonic() + TIMEOUT_S, EXACT)
         wire_bytes.append(sum(embeddings.times.wire_bytes))
 
     nodes_s, router_s = cpu_by_role(process_ids)["nodes"], time.process_time()
@@ -74,7 +63,9 @@ def measure_lookups(
     }
 
 
-def draw_hits(tables: UniformTables, rng: np.random.Generator, hotness: int, hot_rows: int, hit_rate: float) -> Bags:
+def draw_hits(
+    tables: harness.UniformTables, rng: np.random.Generator, hotness: int, hot_rows: int, hit_rate: float
+) -> Bags:
     """Draw bags of every table; an id is one of its first `hot_rows` with chance `hit_rate`, else one of the others."""
     drawn = tables.draw(rng, BAGS, hotness)
     is_hot = rng.random(drawn.values.size) < hit_rate
@@ -83,11 +74,11 @@ def draw_hits(tables: UniformTables, rng: np.random.Generator, hotness: int, hot
     return drawn
 
 
-@bench_command
+@harness.bench_command
 @click.option("--rows", type=click.IntRange(2), default=100_000, show_default=True, help="Of each of 26 tables.")
 @click.option("--hot-rows", type=click.IntRange(1), default=10_000, show_default=True, help="Of each table.")
 @click.option("--seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Of each measurement.")
-def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
+def hot_rows(bench: harness.Bench, rows: int, hot_rows: int, seconds: float) -> None:
     """Measure what copies of hot rows at the router save: lookups over shard processes without them and with them.
 
     Examples:
@@ -96,17 +87,17 @@ def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
     """
     if hot_rows >= rows:
         raise click.UsageError("--hot-rows: fewer than the rows of a table")
-    tables, seconds = UniformTables(26, rows, 64), bench.seconds(seconds)
+    tables, seconds = harness.UniformTables(26, rows, 64), bench.seconds(seconds)
     rng = np.random.default_rng(0)
     with ExitStack() as stack:
         click.echo(f"writing {tables.count} tables of {tables.rows} rows")
         snapshot = tables.export(bench.folder)
         plan = Plan.make(snapshot.spec, SHARDS)
-        nodes = [stack.enter_context(node_process(snapshot, plan, shard)) for shard in range(SHARDS)]
-        shards = remote_shards(snapshot, plan, [address for address, _ in nodes])
+        nodes = [stack.enter_context(harness.node_process(snapshot, plan, shard)) for shard in range(SHARDS)]
+        shards = harness.remote_shards(snapshot, plan, [address for address, _ in nodes])
         process_ids = [number for _, numbers in nodes for number in numbers]
         copies = {"without hot rows": None, "with hot rows": hot_rows_of(snapshot, plan, hot_rows)}
-        routers = {name: make_router(snapshot, plan, shards, hot) for name, hot in copies.items()}
+        routers = {name: harness.make_router(snapshot, plan, shards, hot) for name, hot in copies.items()}
         cells = []
         for hotness, hit_rate in itertools.product((1, 20), HIT_RATES):
             batches = [draw_hits(tables, rng, hotness, hot_rows, hit_rate) for _ in range(BATCHES)]
@@ -115,7 +106,7 @@ def hot_rows(bench: Bench, rows: int, hot_rows: int, seconds: float) -> None:
             for measure_once in subjects.values():
                 measure_once(0)
             title = f"cost, {hotness} id{'s' * (hotness > 1)} a bag, hit rate {hit_rate:g}"
-            cells.append(BenchTable(title, COST_MEASURES, subjects, {"shards": f"{SHARDS}"}))
+            cells.append(harness.BenchTable(title, COST_MEASURES, subjects, {"shards": f"{SHARDS}"}))
         bench.run(cells)
         for router in routers.values():
             bench.runner.run(router.close())

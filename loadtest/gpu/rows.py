@@ -27,21 +27,8 @@ from loader.snapshot.store import replace_file
 from loader.snapshot.tables import TableSpec
 from serving.models.inputs import padded_width
 from shard_node.bags import TableLayout
+from shard_node.cuda import kernel_params
 from shard_node.cuda.batch import BatchShapes
-from shard_node.cuda.kernel_params import (
-    MAX_LANES,
-    MAX_OWNERS,
-    MODES,
-    OUT_BYTES,
-    OUT_DTYPES,
-    THREADS_PER_BLOCK,
-    ArenaParams,
-    BatchParams,
-    RowFormat,
-    RunParams,
-    TableParams,
-    owner_bits,
-)
 
 if TYPE_CHECKING:
     from shard_node.cuda.cupy_cards import Card, Cards, Memory, Stream
@@ -96,10 +83,10 @@ class RowsOnCard(MemoryStack):
     def __init__(self, cards: Cards, embedding_dim: int, table_bytes: int) -> None:
         super().__init__(cards.cards[0], cards.cards[0].stream())
         self.cards, self.embedding_dim = cards, embedding_dim
-        self.format = RowFormat.of("int8", embedding_dim)
+        self.format = kernel_params.RowFormat.of("int8", embedding_dim)
         self.count = -(-table_bytes // (self.format.row_bytes * ROW_MULTIPLE)) * ROW_MULTIPLE
         self.generator = torch.Generator(self.card.torch_device).manual_seed(embedding_dim)
-        self._arenas: dict[int, ArenaParams] = {}
+        self._arenas: dict[int, kernel_params.ArenaParams] = {}
         self.memory = self.allocate(self.count * self.format.stride)
         rows_per_piece = max(1, PIECE_BYTES // self.format.stride)
         with self.card.torch_stream(self.stream):
@@ -117,21 +104,24 @@ class RowsOnCard(MemoryStack):
         floats = self.card.tensor(self.memory, begin, (count, stride // 4), torch.float32)
         return stored, floats[:, column : column + 2]
 
-    def arena(self, num_cards: int) -> ArenaParams:
+    def arena(self, num_cards: int) -> kernel_params.ArenaParams:
         """Return the kernel's view of the table on so many logical cards, or `WITHOUT_PLACES`; made once."""
         if num_cards in self._arenas:
             return self._arenas[num_cards]
-        table, num_owners = TableParams(num_rows=self.count, owner_after=0 if num_cards else 1), max(1, num_cards)
+        table, num_owners = (
+            kernel_params.TableParams(num_rows=self.count, owner_after=0 if num_cards else 1),
+            max(1, num_cards),
+        )
         card_bytes = self.count // num_owners * self.format.stride
         owners = [self.memory.address + owner * card_bytes for owner in range(num_owners)]
-        self._arenas[num_cards] = ArenaParams(
-            rows=(ctypes.c_uint64 * MAX_OWNERS)(*owners),
+        self._arenas[num_cards] = kernel_params.ArenaParams(
+            rows=(ctypes.c_uint64 * kernel_params.MAX_OWNERS)(*owners),
             places=self._places(num_cards).address if num_cards else 0,
             tables=self.upload(bytes(table)).address,
             starts=self.upload(bytes(8 * (num_owners + 2))).address,
             num_tables=1,
             num_cards=num_owners,
-            owner_bits=owner_bits(num_owners),
+            owner_bits=kernel_params.owner_bits(num_owners),
             row_stride=self.format.stride,
             embedding_dim=self.embedding_dim,
         )
@@ -146,7 +136,7 @@ class RowsOnCard(MemoryStack):
                 row = torch.arange(first, end, dtype=torch.int64, device=self.card.torch_device)
                 slot, owner = row.div(num_cards, rounding_mode="floor"), row.remainder(num_cards)
                 # int64 to int32 keeps the low 32 bits, which the kernel reads as uint32.
-                encoded = (slot << owner_bits(num_cards) | owner).to(torch.int32)
+                encoded = (slot << kernel_params.owner_bits(num_cards) | owner).to(torch.int32)
                 self.card.tensor(places, 4 * first, (end - first,), torch.int32).copy_(encoded)
         return places
 
@@ -184,13 +174,15 @@ class CardBags(MemoryStack):
             count = min(self._candidates, batch - first)
             blocks += [(len(runs), bag) for bag in range(0, count, self._shape.bags_per_block)]
             column = len(runs) * rows.embedding_dim
-            runs.append(bytes(RunParams(0, first, count, MODES["sum"], column, self._width)))
+            runs.append(
+                bytes(kernel_params.RunParams(0, first, count, kernel_params.MODES["sum"], column, self._width))
+            )
         self._num_runs, self._grid = len(runs), (len(blocks), self._shape.column_tiles)
         offsets = np.arange(0, (batch + 1) * hotness, hotness, dtype=np.uint32)
         self._blocks = self.upload(np.array(blocks, np.uint32).tobytes())
         self._offsets, self._runs = self.upload(offsets.tobytes()), self.upload(b"".join(runs))
         self._counters = self.upload(bytes(16))
-        self._matrix_memory = self.allocate(self._candidates * self._width * OUT_BYTES["bf16"])
+        self._matrix_memory = self.allocate(self._candidates * self._width * kernel_params.OUT_BYTES["bf16"])
 
     def ids(self, number: int) -> torch.Tensor:
         """View the ids of a set, int32 [batch, hotness], on the card."""
@@ -208,7 +200,7 @@ class CardBags(MemoryStack):
 
     def launch(self, num_cards: int, number: int) -> None:
         """Pool a set from the table on so many logical cards, or `WITHOUT_PLACES`."""
-        batch = BatchParams(
+        batch = kernel_params.BatchParams(
             values=self._ids.address + 4 * number * self.batch * self.hotness,
             offsets=self._offsets.address,
             runs=self._runs.address,
@@ -216,7 +208,7 @@ class CardBags(MemoryStack):
             out=self._matrix_memory.address,
             counters=self._counters.address,
             num_blocks=self._grid[0],
-            out_dtype=OUT_DTYPES["bf16"],
+            out_dtype=kernel_params.OUT_DTYPES["bf16"],
             lanes_log2=self._shape.lanes_log2,
         )
         self.card.launch(self._shape.kernel, self._grid, (self.rows.arena(num_cards), batch), self.stream)
@@ -281,11 +273,11 @@ class RandomGather(MemoryStack):
         rows.cards.load_kernels(SOURCE, tuple(GATHER_KERNELS.values()))
         self.kernel = GATHER_KERNELS[in_flight]
         self._rows, self._num_reads, self._rows_per_group = rows, num_reads, rows_per_group
-        self._chunks = min(rows.format.chunks, MAX_LANES)
+        self._chunks = min(rows.format.chunks, kernel_params.MAX_LANES)
         self._lanes_log2 = (self._chunks - 1).bit_length()
         groups = -(-num_reads // rows_per_group)
-        self._blocks = -(-(groups << self._lanes_log2) // THREADS_PER_BLOCK)
-        self._sums = self.allocate(4 * self._blocks * THREADS_PER_BLOCK)
+        self._blocks = -(-(groups << self._lanes_log2) // kernel_params.THREADS_PER_BLOCK)
+        self._sums = self.allocate(4 * self._blocks * kernel_params.THREADS_PER_BLOCK)
 
     def launch(self, number: int) -> None:
         """Read the rows of a set."""
@@ -312,7 +304,9 @@ class RandomGather(MemoryStack):
         reads = chosen[:, None] * self._rows_per_group + np.arange(self._rows_per_group)
         numbers = rows_read(reads + number * self._num_reads, self._rows.count)
         with self.card.torch_stream(self.stream):
-            sums = self.card.tensor(self._sums, 0, (self._blocks * THREADS_PER_BLOCK,), torch.int32).fill_(-1)
+            sums = self.card.tensor(
+                self._sums, 0, (self._blocks * kernel_params.THREADS_PER_BLOCK,), torch.int32
+            ).fill_(-1)
             self.launch(number)
             lanes = sums.cpu().numpy().view(np.uint32).reshape(-1, 1 << self._lanes_log2)[chosen, : self._chunks]
             stored, _ = self._rows.stored(0, self._rows.count)

@@ -20,17 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from loader.errors import ConfigError, DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
-from serving.client.features import (
-    NO_FEATURES,
-    Features,
-    Layout,
-    RankFeatures,
-    Values,
-    lookup_request,
-    read_lookup,
-    read_message,
-    read_rank,
-)
+from serving.client import features
 from serving.client.transports import GrpcTransport, HttpTransport, Method, Request, Target, Token, Transport
 from serving.errors import InvalidRequestError, NotFoundError, invalid_field
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -136,17 +126,17 @@ class Requests:
         self._clock = clock
         self._sleep: Callable[[float], Any] = sleep or (asyncio.sleep if self._on_loop else time.sleep)
         # By model and by the version that was asked for, None for the live one.
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, features.Layout] = {}
 
     async def _rank(
         self,
         model: str,
-        context: Features = NO_FEATURES,
-        candidates: Features = NO_FEATURES,
+        context: features.Features = features.NO_FEATURES,
+        candidates: features.Features = features.NO_FEATURES,
         *,
-        context_dense: Values = None,
-        candidate_dense: Values = None,
-        weights: Features | None = None,
+        context_dense: features.Values = None,
+        candidate_dense: features.Values = None,
+        weights: features.Features | None = None,
         top_k: int | None = None,
         request_id: str = "",
         routing_key: str = "",
@@ -188,7 +178,7 @@ class Requests:
             ShardrankError: see the trees in `loader.errors` and `serving.errors`.
         """
         ends = self._ends(timeout_ms)
-        given = RankFeatures(context, candidates, weights or {}, context_dense, candidate_dense)
+        given = features.RankFeatures(context, candidates, weights or {}, context_dense, candidate_dense)
         key = f"{model}/{version}"
         layout = self._layouts.get(key) or await self._new_layout(key, model, version, ends)
         if top_k is not None:
@@ -196,7 +186,7 @@ class Requests:
         options = {"model": model, "version": version, "top_k": top_k, "return_missing": return_missing}
         options |= {"max_age_ms": max_age_ms, "min_sequence": min_sequence}
         options |= {"request_id": request_id, "routing_key": routing_key}
-        read = partial(read_rank, with_missing=return_missing)
+        read = partial(features.read_rank, with_missing=return_missing)
         if version in (None, layout.version):
             try:
                 if request := layout.packed(given):
@@ -208,8 +198,8 @@ class Requests:
             self._layouts.pop(key, None)
         return read(await self._send("Rank", given.by_name(), options, ends, headers))
 
-    async def _new_layout(self, key: str, model: str, version: int | None, ends: float) -> Layout:
-        layout = Layout(await self._described(model, version, ends))
+    async def _new_layout(self, key: str, model: str, version: int | None, ends: float) -> features.Layout:
+        layout = features.Layout(await self._described(model, version, ends))
         while len(self._layouts) >= MAX_LAYOUTS:
             self._layouts.pop(next(iter(self._layouts)), None)
         self._layouts[key] = layout
@@ -218,9 +208,9 @@ class Requests:
     async def _lookup(
         self,
         model: str,
-        sparse: Features,
+        sparse: features.Features,
         *,
-        weights: Features | None = None,
+        weights: features.Features | None = None,
         request_id: str = "",
         routing_key: str = "",
         version: int | None = None,
@@ -237,9 +227,9 @@ class Requests:
         """
         options = {"model": model, "version": version, "request_id": request_id, "routing_key": routing_key}
         options |= {"max_age_ms": max_age_ms, "min_sequence": min_sequence, "return_missing": return_missing}
-        request = lookup_request(sparse, weights or {})
+        request = features.lookup_request(sparse, weights or {})
         answer = await self._send("Lookup", request, options, self._ends(timeout_ms), headers)
-        return read_lookup(answer, with_missing=return_missing)
+        return features.read_lookup(answer, with_missing=return_missing)
 
     async def _describe(
         self, model: str, version: int | None = None, *, timeout_ms: int | None = None
@@ -267,7 +257,7 @@ class Requests:
 
     async def _described(self, model: str, version: int | None, ends: float) -> ranking_pb2.GetModelResponse:
         data = await self._send("GetModel", ranking_pb2.GetModelRequest(), {"model": model, "version": version}, ends)
-        return read_message(ranking_pb2.GetModelResponse, data)
+        return features.read_message(ranking_pb2.GetModelResponse, data)
 
     def _closed(self) -> UnavailableError | None:
         problem = f"this {type(self).__name__} is closed; make another one"

@@ -16,17 +16,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from loader.errors import ShardrankError
 from serving.observe.calls import AFTER_BATCH, BEFORE_BATCH, IN_BATCH, BatchTimes, Call, Traced
 from serving.observe.metrics import ServingMetrics
-from shard_node.tracing import (
-    MAX_STATE_BYTES,
-    TRACED_LOOKUP,
-    Outcome,
-    Span,
-    SpanContext,
-    SpanSink,
-    TraceConfig,
-    TracedLookup,
-    error_text,
-)
+from shard_node import tracing
 
 Result = TypeVar("Result")
 _Attributes: TypeAlias = dict[str, str | int | float]
@@ -56,7 +46,7 @@ def parent_of(found: Mapping[bytes, bytes], headers: Iterable[tuple[bytes, bytes
     return Parent(found[TRACEPARENT], b",".join(value for name, value in headers if name == TRACESTATE))
 
 
-def read_parent(parent: Parent) -> tuple[SpanContext, bool] | None:
+def read_parent(parent: Parent) -> tuple[tracing.SpanContext, bool] | None:
     """Read the span that a call is a child of, and whether it is sampled. None for a header that is malformed.
 
     https://www.w3.org/TR/trace-context/#a-traceparent-is-received
@@ -65,11 +55,11 @@ def read_parent(parent: Parent) -> tuple[SpanContext, bool] | None:
     if match is None or (match[1] == b"00" and match[5] is not None):
         return None
     if not int(match[4], 16) & _SAMPLED:
-        return SpanContext(int(match[2], 16), int(match[3], 16)), False
+        return tracing.SpanContext(int(match[2], 16), int(match[3], 16)), False
     state = parent.tracestate
-    if len(state) > MAX_STATE_BYTES or _PRINTABLE.fullmatch(state) is None:
+    if len(state) > tracing.MAX_STATE_BYTES or _PRINTABLE.fullmatch(state) is None:
         state = b""
-    return SpanContext(int(match[2], 16), int(match[3], 16), state.decode("ascii")), True
+    return tracing.SpanContext(int(match[2], 16), int(match[3], 16), state.decode("ascii")), True
 
 
 class Tracer:
@@ -81,11 +71,11 @@ class Tracer:
 
     def __init__(
         self,
-        sink: SpanSink,
+        sink: tracing.SpanSink,
         share: float,
         draw: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.monotonic,
-        note: Callable[[Outcome, int], None] = lambda outcome, count: None,
+        note: Callable[[tracing.Outcome, int], None] = lambda outcome, count: None,
     ) -> None:
         self._sink, self._share = sink, share
         self._draw, self._clock, self._note = draw, clock, note
@@ -95,7 +85,7 @@ class Tracer:
     def begin(self, parent: Parent | None) -> Traced | None:
         """Return the span of a call; None if it is not sampled."""
         if parent is None or (read := read_parent(parent)) is None:
-            return Traced(self._sink, SpanContext.new()) if self._draw() < self._share else None
+            return Traced(self._sink, tracing.SpanContext.new()) if self._draw() < self._share else None
         context, is_sampled = read
         if not is_sampled:
             return None
@@ -112,14 +102,14 @@ class Tracer:
 
 
 @contextlib.contextmanager
-def running_tracer(config: TraceConfig | None, metrics: ServingMetrics) -> Iterator[Tracer | None]:
+def running_tracer(config: tracing.TraceConfig | None, metrics: ServingMetrics) -> Iterator[Tracer | None]:
     """Give a tracer while the block runs, then send what is left; None without a config. Raises ConfigError."""
     if config is None:
         yield None
         return
     from shard_node.otlp import OtlpSink
 
-    def note(outcome: Outcome, count: int) -> None:
+    def note(outcome: tracing.Outcome, count: int) -> None:
         metrics.count("trace_spans", outcome, by=count)
 
     with contextlib.closing(OtlpSink(config, note)) as sink:
@@ -141,11 +131,11 @@ def traced_batch(sampled: Sequence[Traced]) -> Traced:
 async def traced_lookup(trace: Traced, lookup: Awaitable[Result]) -> Result:
     """Await a batch's lookup; shards that are asked meanwhile are told that they are."""
     assert trace.lookup is not None
-    token = TRACED_LOOKUP.set(TracedLookup(trace.sink, trace.lookup))
+    token = tracing.TRACED_LOOKUP.set(tracing.TracedLookup(trace.sink, trace.lookup))
     try:
         return await lookup
     finally:
-        TRACED_LOOKUP.reset(token)
+        tracing.TRACED_LOOKUP.reset(token)
 
 
 def batch_spans(
@@ -159,18 +149,20 @@ def batch_spans(
     of_lookup = dict(of_model)
     if times.lookup is not None:
         of_lookup |= {name: 1e3 * seconds for name, seconds in zip(_LOOKUP_STAGES, times.seconds()[1:5], strict=True)}
-    text = "" if error is None else error_text(error)
+    text = "" if error is None else tracing.error_text(error)
     started_at, ended_at, lookup_at = times.started_at, times.ended_at, times.started_at + times.merge_s
     # A lookup that failed has no time: it lasted until the batch ended.
-    pooled_at, lookup_text = (lookup_at + times.lookup_s, "") if times.lookup_s else (ended_at, text)
+    pooled_at, failed = (lookup_at + times.lookup_s, "") if times.lookup_s else (ended_at, text)
     batch, links = trace.context, trace.links
     spans = [
-        Span("shardrank.batch", "internal", batch, trace.parent, started_at, ended_at, of_batch, links, text),
-        Span("shardrank.lookup", "internal", trace.lookup, batch, lookup_at, pooled_at, of_lookup, (), lookup_text),
+        tracing.Span("shardrank.batch", "internal", batch, trace.parent, started_at, ended_at, of_batch, links, text),
+        tracing.Span("shardrank.lookup", "internal", trace.lookup, batch, lookup_at, pooled_at, of_lookup, (), failed),
     ]
     if times.rank_s:
         dense, scored_at = batch.child(), pooled_at + times.rank_s
-        spans.append(Span("shardrank.dense", "internal", dense, batch, pooled_at, scored_at, of_model | candidates))
+        spans.append(
+            tracing.Span("shardrank.dense", "internal", dense, batch, pooled_at, scored_at, of_model | candidates)
+        )
     trace.sink.put(*spans)
 
 
@@ -186,8 +178,8 @@ def call_span(trace: Traced, call: Call, now: float, error: BaseException | None
         attributes["error.type"] = getattr(error, "kind", type(error).__name__)
         # As OpenTelemetry has it for servers: what a client did wrong is no error of theirs.
         status = error.http_status if isinstance(error, ShardrankError) else 500
-        text = error_text(error) if isinstance(error, Exception) and status >= 500 else ""
+        text = tracing.error_text(error) if isinstance(error, Exception) and status >= 500 else ""
     name = f"{call.api} {call.method}"
     trace.sink.put(
-        Span(name, "server", trace.context, trace.parent, call.started_at, now, attributes, trace.links, text)
+        tracing.Span(name, "server", trace.context, trace.parent, call.started_at, now, attributes, trace.links, text)
     )

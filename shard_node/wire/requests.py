@@ -20,17 +20,8 @@ from shard_node.byte_budget import ByteAccount, Cause, check_buffer_bytes, defau
 from shard_node.errors import CertificateRoleError, InvalidBagsError, RemoteError, WireError
 from shard_node.node import ShardNode
 from shard_node.tracing import Span, error_text
+from shard_node.wire import messages
 from shard_node.wire.frame import DEFAULT_MAX_FRAME_BYTES, HEADER, MAX_BODY_BYTES, Buffer, Frame, FrameType
-from shard_node.wire.messages import (
-    PoolRequest,
-    array_section_bytes,
-    decode_counts,
-    decode_pool,
-    encode_answer,
-    encode_counts_answer,
-    encode_error,
-    encode_info_answer,
-)
 from shard_node.wire.tls import CLIENTS, SCHEME, Role
 
 logger = logging.getLogger(__name__)
@@ -142,9 +133,9 @@ class RequestHandler:
             if frame_type == FrameType.POOL:
                 self._handle_pool(frame, deadline, answer, peer)
             elif frame_type == FrameType.INFO:
-                answer(self._fitting(encode_info_answer(request_id, self._node.info())))
+                answer(self._fitting(messages.encode_info_answer(request_id, self._node.info())))
             elif frame_type == FrameType.COUNTS:
-                work = partial(self._counts, request_id, *decode_counts(frame))
+                work = partial(self._counts, request_id, *messages.decode_counts(frame))
                 self._in_thread(request_id, work, min(MAX_FILE_BYTES, self._limits.max_frame_bytes), answer, peer)
             else:
                 raise WireError(
@@ -164,14 +155,14 @@ class RequestHandler:
             error = RemoteError(f"the node failed: {type(error).__name__}: {error}")
         if self._watch is not None:
             self._watch.refused(error.kind)
-        return encode_error(request_id, error)
+        return messages.encode_error(request_id, error)
 
     async def close(self) -> None:
         """Wait for the pooling that has begun, and drop what has not. Idempotent."""
         await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)
 
     def _handle_pool(self, frame: Frame, deadline: float | None, answer: Callable[[Answer], None], peer: Peer) -> None:
-        request_id, request, begun = frame.header.request_id, decode_pool(frame), self._clock()
+        request_id, request, begun = frame.header.request_id, messages.decode_pool(frame), self._clock()
         if request.values.size > self._limits.max_values_per_request:
             raise InvalidBagsError(
                 f"values has {request.values.size} entries, "
@@ -187,7 +178,7 @@ class RequestHandler:
 
         answer_bytes = (
             HEADER.size
-            + array_section_bytes(2 * len(layout.groups))
+            + messages.array_section_bytes(2 * len(layout.groups))
             + layout.answer_bytes(request.keys, request.bags_per_key, request.offsets.size - 1)
         )
         self._refuse_large_answer(answer_bytes)
@@ -256,7 +247,7 @@ class RequestHandler:
     def _pool(
         self,
         request_id: int,
-        request: PoolRequest,
+        request: messages.PoolRequest,
         deadline: float | None,
         is_wanted: Callable[[], bool],
         received: float,
@@ -269,13 +260,13 @@ class RequestHandler:
             if late_s >= 0:
                 raise DeadlineExceededError(f"deadline passed {late_s * 1e3:.1f} ms before pooling could start")
             pooled = self._node.answer(request.model, request.version, request.bags(), request.forms)
-            answer = self._fitting(encode_answer(request_id, pooled, request.num_fields))
+            answer = self._fitting(messages.encode_answer(request_id, pooled, request.num_fields))
         except Exception as error:
             answer, failure = self.failure(request_id, error), error_text(error)
         self._tell(request, answer, received, began, failure)
         return answer
 
-    def _tell(self, request: PoolRequest, answer: Answer, received: float, began: float, error: str) -> None:
+    def _tell(self, request: messages.PoolRequest, answer: Answer, received: float, began: float, error: str) -> None:
         if request.trace is None or self._node.sink is None:
             return
         attributes: dict[str, str | int | float] = {
@@ -294,7 +285,7 @@ class RequestHandler:
     def _counts(self, request_id: int, model: str, version: int) -> Answer:
         try:
             access = self._node.generations.payload(model, version).engine.access
-            return self._fitting(encode_counts_answer(request_id, access.estimated_lookups()))
+            return self._fitting(messages.encode_counts_answer(request_id, access.estimated_lookups()))
         except Exception as error:
             return self.failure(request_id, error)
 
