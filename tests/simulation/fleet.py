@@ -19,7 +19,6 @@ from loader.errors import RegistryError, ShardrankError
 from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel
 from loader.rollout import CoordinatorConfig
 from loader.rollout.coordinator import Coordinator
-from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import HeldSnapshot, Store
 from router.feature_schema import FeatureSchema
@@ -46,10 +45,11 @@ from shard_node.agent.node_agent import NodeActions, NodeConfig, join_fleet
 from shard_node.agent.version_loading import StagingConfig
 from shard_node.bags import Bags
 from shard_node.buckets import NodeIdentity, Partition
+from shard_node.engine import cpu
 from shard_node.engine.memory import RowMemory
 from shard_node.node import ShardNode
 from shard_node.wire.server import NodeServer
-from tests.simulation.model import DIM, MODEL, NUM_ROWS, VERSIONS, dense_weights, model_spec, row_values
+from tests.simulation.model import KEYS, MARK, MODEL, NUM_ROWS, VERSIONS, bytes_of, dense_weights, row_values, rows_of
 from tests.simulation.processes import Process
 
 if TYPE_CHECKING:
@@ -60,15 +60,13 @@ for _module in (node_agent, fleet_member):
     setattr(_module, "total_memory_bytes", lambda: 1 << 40)  # noqa: B010
     setattr(_module, "available_memory_bytes", lambda: 1 << 39)  # noqa: B010
 PORT = 1
-BUCKETS = RowBuckets.of(model_spec().tables[0])
-AGENT = AgentConfig(
-    poll_s=1.0,
-    heartbeat_s=2.0,
-    ttl_s=5.0,
-    models=(MODEL,),
-    staging=StagingConfig(live_retry_s=5.0, retry_s=6.0),
-)
+# Memory of rows that come is claimed row by row: of versions as small as these a MiB has any number.
+setattr(cpu, "CLAIM_BYTES", 1)  # noqa: B010
+STAGING = StagingConfig(live_retry_s=5.0, retry_s=6.0)
+AGENT = AgentConfig(poll_s=1.0, heartbeat_s=2.0, ttl_s=5.0, models=(MODEL,), staging=STAGING)
 COORDINATOR = CoordinatorConfig(tick_s=1.0, lock_ttl_s=5.0, settle_s=3.5, stage_timeout_s=40.0, step_timeout_s=25.0)
+SAID_S = 2 * AGENT.heartbeat_s
+"""What nodes report they have reported after."""
 FOLLOWER = FollowerConfig(poll_s=1.0, retry_s=1.0)
 LIMITS = RequestLimits(default_timeout_ms=2000)
 
@@ -198,18 +196,11 @@ class ShardProcess(Process):
         self.fleet = FleetRegistry(world.open_registry())
         identity = NodeIdentity(shard_index=shard, num_shards=world.num_shards, num_cards=1, sharding="hash")
         self.node = ShardNode(identity, None, self.clocks.wall, world.loop.begin_thread)
-        config = NodeConfig(
-            node_id=name,
-            address=f"tcp://{name}:{PORT}",
-            store=world.store_path,
-            replicate_bytes=0,
-            verify=False,
-            stage_cpu_share=1.0,
-        )
-        store = world.stores[name]
+        process: Any = {"node_id": name, "store": world.store_path, "verify": False, "stage_cpu_share": 1.0}
+        config = NodeConfig(address=f"tcp://{name}:{PORT}", replicate_bytes=0, **process)
         # For so many versions and a half.
-        memory = RowMemory((2 * world.memory_versions + 1) * NUM_ROWS * DIM * 2 // world.num_shards, lambda: 1 << 40)
-        options: dict[str, Any] = {"store": store, "following": FOLLOWER, "memory": memory}
+        memory = RowMemory((2 * world.memory_versions + 1) * bytes_of(world.num_shards) // 2, lambda: 1 << 40)
+        options: dict[str, Any] = {"store": world.stores[name], "following": FOLLOWER, "memory": memory}
         self.actions = NodeActions(self.node, self.fleet, self._plan_of, config, **options)
         random = Random(world.random.random())
         self.agent = Agent(self.fleet, self.actions, AGENT, self.clocks.monotonic, random=random)
@@ -238,17 +229,14 @@ class ShardProcess(Process):
         return [one.version for one in self.node.generations.all() if one.state != "draining" and one.version in kept]
 
     def rows(self, version: int) -> dict[int, float] | None:
-        """Return the first number of each row that is here; None if the version is not."""
+        """Return the first number of each row of this shard, 0 of missing ones; None if the version is not here."""
         if not self.node.generations.has(MODEL, version):
             return None
-        tables = self.node.generations.payload(MODEL, version)
-        assert tables.partition is not None
-        every = np.arange(NUM_ROWS)
-        mine = every[tables.partition.card_of_bucket[0][BUCKETS.of_rows(every)] >= 0]
-        keys, counts = np.zeros(1, np.int32), np.array([mine.size])
-        bags = Bags.from_lengths(keys, counts, np.ones(mine.size, np.int64), mine)
-        (values,) = tables.engine.pool(bags)
-        return dict(zip(mine.tolist(), values.reshape(-1, DIM)[:, 0].tolist(), strict=True))
+        mine = rows_of(self.shard, self.world.num_shards)
+        counts, ones = np.bincount(list(mine.values())), np.ones(len(mine), np.int64)
+        bags = Bags.from_lengths(np.arange(2, dtype=np.int32), counts, ones, np.array(list(mine)))
+        (values,) = self.node.pool(MODEL, version, bags)
+        return dict(zip(mine, values.reshape(len(mine), -1)[:, 0].tolist(), strict=True))
 
 
 class ServingProcess(Process):
@@ -268,27 +256,11 @@ class ServingProcess(Process):
             return lease
 
         setattr(self.service, "lease_fallback", counted)  # noqa: B010
-        config = ServingConfig(
-            node_id=name,
-            store=world.store_path,
-            verify=False,
-            num_replicas=0,
-            dtype="float32",
-            wire_dtype="float32",
-            stage_cpu_share=1.0,
-            dense_step_wait_s=6.0,
-        )
-        self.member = self.run(
-            lambda: Member(
-                self.fleet,
-                self.service,
-                config,
-                AGENT,
-                store=world.stores[name],
-                load=load_version,
-                random=Random(world.random.random()),
-            )
-        )
+        process: Any = {"node_id": name, "store": world.store_path, "verify": False, "stage_cpu_share": 1.0}
+        process |= {"dtype": "float32", "wire_dtype": "float32", "num_replicas": 0, "dense_step_wait_s": 6.0}
+        options: Any = {"store": world.stores[name], "load": load_version, "random": Random(world.random.random())}
+        make = partial(Member, self.fleet, self.service, ServingConfig(**process), AGENT, **options)
+        self.member = self.run(make)
         self.member.address = f"http://{name}:80"
         self.is_ready = False
         self.start(self._main())
@@ -326,58 +298,63 @@ class PublisherProcess(Process):
         super().__init__(world.loop, name, world.clocks[name])
         self.world, self.version = world, base_version
         self._random = Random(world.random.random())
-        store, clocks = world.stores[name], self.clocks
-        self.publisher = AsyncDeltaPublisher(
-            world.open_registry(),
-            MODEL,
-            base_version,
-            store,
-            name=name,
-            min_replicas=min_replicas,
-            retry_s=8.0,
-            clock=clocks.wall,
-            monotonic=clocks.monotonic,
-        )
+        options: Any = {"name": name, "min_replicas": min_replicas, "retry_s": 8.0}
+        options |= {"clock": self.clocks.wall, "monotonic": self.clocks.monotonic, "store": world.stores[name]}
+        self.publisher = AsyncDeltaPublisher(world.open_registry(), MODEL, base_version, **options)
+        # Whether it was told last that a node refuses keys; None before a last call.
+        self.is_refused: bool | None = None
         self.start(self._main())
 
     async def _main(self) -> None:
         world, random = self.world, self._random
         while not world.is_quiet and world.loop.now < world.scenario.train_until_s:
             await asyncio.sleep(random.expovariate(1 / 2.5))
+            if world.is_quiet:
+                break
             if random.random() < 0.2 and (step := world.next_step(self.version)):
                 await self._try(self._publish_step, step)
             elif stamp := world.next_stamp():
                 # Some rows are written time and again, others seldom, so that what is lost is not written over.
-                drawn = {int(NUM_ROWS * random.random() ** 3) for _ in range(random.randint(1, 4))}
-                rows = np.array(sorted(drawn))
-                await self._try(self._publish_rows, stamp, rows)
-        # Whoever trains to the end is told by a last call what was lost.
+                kind = random.choice(("items", "items", "upsert", "upsert", "delete"))
+                of, power = (range(NUM_ROWS), 3) if kind == "items" else (KEYS, 1.5)
+                count = random.randint(1, 2 if kind == "delete" else 4)
+                drawn = {of[int(len(of) * random.random() ** power)] for _ in range(count)}
+                await self._try(self._publish, stamp, kind, sorted(drawn))
+        # Whoever trains to the end is told by last calls what was lost, and, of what nodes say by now, what is refused.
         stamp = world.next_stamp() if world.is_quiet else 0
-        if not stamp or not await self._try(self._publish_rows, stamp, np.zeros(1, np.int64)):
+        await asyncio.sleep(SAID_S)
+        if not stamp or await self._try(self._publish, stamp, "items", [0]):
             world.history.died(self.name)
+        elif stamp := world.next_stamp():
+            self.is_refused = await self._try(self._publish, stamp, "delete", [KEYS[0]]) == "key_capacity"
         world.quiet_publishers += 1
 
-    async def _try(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> bool:
+    async def _try(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> str:
+        """Do it; return the kind of error that it ends with, or "" if it is done."""
+        kind = "unavailable"
         for _ in range(4):
             try:
                 await work(*arguments)
-                return True
-            except ShardrankError as error:
+                return ""
+            except (ShardrankError, OSError) as error:
                 self.world.note(self.name, f"{type(error).__name__}: {error}")
                 if sequences := getattr(error, "sequences", ()):
                     self.world.history.lost_told(self.name, sequences)
-                if getattr(error, "kind", "") == "publisher_superseded":
+                if (kind := getattr(error, "kind", "") or kind) in ("publisher_superseded", "key_capacity"):
                     break
-            except OSError as error:
-                self.world.note(self.name, f"{type(error).__name__}: {error}")
             await asyncio.sleep(0.5)
-        return False
+        return kind
 
-    async def _publish_rows(self, stamp: int, rows: np.ndarray) -> None:
-        history = self.world.history
-        base = VERSIONS[self.version].base
-        history.attempted(stamp, base, rows.tolist(), self.name)
-        sequence = await self.publisher.publish("items", rows, row_values(base, rows, stamp))
+    async def _publish(self, stamp: int, kind: str, rows: list[int]) -> None:
+        history, base = self.world.history, VERSIONS[self.version].base
+        history.attempted(stamp, base, rows, self.name, deletes=kind == "delete")
+        values = row_values(base, np.array(rows), stamp)
+        if kind == "items":
+            sequence = await self.publisher.publish("items", rows, values)
+        elif kind == "upsert":
+            sequence = await self.publisher.upsert("keys", rows, values)
+        else:
+            sequence = await self.publisher.delete("keys", [*rows, MARK + stamp])
         self.world.note(self.name, f"stamp {stamp} is delta {sequence} of {base}")
         history.acknowledged(stamp, sequence)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from tests.simulation.model import FEW_KEYS, KEYS
+
 FAULTS_UNTIL_S = 40.0
 MOMENTS = {"crash": ("flip", "roll:1"), "failover": ("dense", "flip"), "clock": ("bake", "canary")}
 """When some faults matter most: a step of a rollout, or of dense weights, has just begun."""
@@ -45,6 +47,7 @@ class Scenario:
     load_s: float = 0.05
     pause_s: float = 0.8
     train_until_s: float = 1000.0
+    capacity: int = len(KEYS)
     skews_s: tuple[float, ...] = ()
     events: tuple[Event, ...] = ()
 
@@ -81,7 +84,13 @@ def draw(seed: int) -> Scenario:
     skews_s = tuple(0.0 if files else random.choice((0.0, 0.0, 0.5, -0.5, 3600.0, -3600.0)) for _ in names)
     events = _rollouts(random, scenario)
     events += _faults(random, scenario, names, [event.at_s for event in events if event.kind == "rollout"])
-    return replace(scenario, skews_s=skews_s, events=tuple(sorted(events, key=lambda event: event.at_s)))
+    capacity = random.choice((FEW_KEYS, *[len(KEYS)] * 4))
+    if capacity == FEW_KEYS:
+        # Where too few have room, a snapshot with more is rolled out.
+        strategy = "by-replica" if scenario.replicas > 1 else "beside"
+        events.append(Event(random.uniform(20.0, FAULTS_UNTIL_S), "rollout", (4, None, 0.0, strategy)))
+    in_order = tuple(sorted(events, key=lambda event: event.at_s))
+    return replace(scenario, skews_s=skews_s, events=in_order, capacity=capacity)
 
 
 def _rollouts(random: Random, scenario: Scenario) -> list[Event]:

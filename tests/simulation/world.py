@@ -13,14 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from loader.errors import (
-    DeadlineExceededError,
-    OverloadedError,
-    RegistryConflictError,
-    RegistryUnavailableError,
-    RolloutError,
-    ShardrankError,
-)
+from loader import errors
+from loader.errors import ShardrankError
 from loader.registry.fleet import DenseStep, FleetRecord, FleetRegistry, WantedModel, delta_stream, rollout_key
 from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.guards import GuardLimits
@@ -37,7 +31,7 @@ from tests.simulation.fleet import (
 )
 from tests.simulation.history import History, ViolationError, entries_of
 from tests.simulation.loop import SimulatedLoop
-from tests.simulation.model import MAX_STAMP, MAX_STEP, MODEL, NUM_ROWS, SCALE, VERSIONS, row_values, snapshots
+from tests.simulation.model import EVERYTHING, KEYS, MODEL, STAMPS, STEPS, VERSIONS, row_values, rows_of, snapshots
 from tests.simulation.network import Network
 from tests.simulation.processes import Clocks, Process
 from tests.simulation.registry import CrashableFiles, FilesRegistry, RegistryClient, RegistryServer
@@ -58,8 +52,7 @@ RECOVERY_S = 20.0
 PATIENCE_S = 3.0
 """Of a client, over all of its tries."""
 GUARDS = GuardLimits(min_requests=5, max_p99_ratio=1e6, p99_slack_ms=1e6)
-EVERY_ROW = list(range(NUM_ROWS))
-HIGHEST = [row for row in EVERY_ROW if row % 4 == 3]
+HIGHEST = list(rows_of(1, 2))
 
 
 class World:
@@ -73,13 +66,15 @@ class World:
         self.network = self.loop.network = Network(self.loop, Random(self.random.random()))
         self.network.loss, self.network.duplicates = scenario.loss, scenario.duplicates
         self.num_shards, self.memory_versions = scenario.num_shards, scenario.memory_versions
-        self.store_path, self.records, self._spec_json, _ = snapshots()
+        self.store_path, self.records, self._specs, _ = snapshots(scenario.capacity)
         names = scenario.processes()
         skews = dict(zip(names, scenario.skews_s or (0.0,) * len(names), strict=True))
         self.clocks = {name: Clocks(self.loop, skews[name]) for name in names}
         dense: dict[str, bytes] = {}
         self.stores = {name: FaultyStore(self.store_path, dense) for name in names}
-        self.history, self.trace = History(), list[tuple[float, str, str]]()
+        keeps_all = not any(event.kind in ("failover", "power") for event in scenario.events)
+        self.history = History(scenario.num_shards, scenario.capacity, keeps_all=keeps_all)
+        self.trace = list[tuple[float, str, str]]()
         self.server = RegistryServer(self.loop, Random(self.random.random()), self._written)
         self.server.lag_s = scenario.lag_s
         self.files = CrashableFiles(Random(self.random.random()))
@@ -87,7 +82,7 @@ class World:
         self.processes: dict[str, Process] = {}
         self.is_quiet, self.quiet_publishers = False, 0
         self._graveyard: list[Process] = []
-        self._stamps, self._steps, self._unhealed = 0, dict.fromkeys(VERSIONS, 0), 0
+        self._stamps, self._steps, self._unhealed = iter(STAMPS), {version: iter(STEPS) for version in VERSIONS}, 0
         self._last_fault_s = 0.0
         self._current: Rollout | None = None
         self._bake_began_s: float | None = None
@@ -121,13 +116,11 @@ class World:
 
     def next_stamp(self) -> int:
         """Return a number that no rows were published with; 0 if there are none left."""
-        self._stamps += self._stamps < MAX_STAMP
-        return self._stamps if self._stamps < MAX_STAMP else 0
+        return next(self._stamps, 0)
 
     def next_step(self, version: int) -> int:
         """Return the next dense step of a version; 0 if there are none left."""
-        self._steps[version] += self._steps[version] <= MAX_STEP
-        return self._steps[version] if self._steps[version] <= MAX_STEP else 0
+        return next(self._steps[version], 0)
 
     def of(self, kind: type[Any]) -> list[Any]:
         """Return the processes of a kind that run."""
@@ -311,9 +304,9 @@ class World:
                 else:
                     await self._start_rollout(fleet, *what)
                 return
-            except RegistryUnavailableError:
+            except errors.RegistryUnavailableError:
                 await asyncio.sleep(1.0)
-            except (RolloutError, RegistryConflictError) as error:
+            except (errors.RolloutError, errors.RegistryConflictError) as error:
                 self.note("operator", f"{kind}: {error}")
                 return
 
@@ -322,9 +315,9 @@ class World:
     ) -> None:
         version, record = VERSIONS[number], self.records[number]
         if version.last_delta and max(self.stream(version.base), default=0) < version.last_delta:
-            raise RolloutError(f"version {number} has deltas that were not published yet")
+            raise errors.RolloutError(f"version {number} has deltas that were not published yet")
         await fleet.put_version(record)
-        await fleet.put_spec(MODEL, number, self._spec_json)
+        await fleet.put_spec(MODEL, number, self._specs[number])
         options: dict[str, Any] = {"canary_share": share, "bake_s": bake_s, "bake_timeout_s": 20.0 if bake_s else None}
         options |= {"guards": GUARDS if share or bake_s else GuardLimits(min_requests=0), "strategy": strategy}
         rollout_id = secrets.token_hex(16)
@@ -340,12 +333,14 @@ class World:
             self.loop.create_task(self._ask(random, named))
 
     async def _ask(self, random: Random, version: int | None) -> None:
-        rows = EVERY_ROW if version is None else HIGHEST
-        items = ", ".join(f"[{row}]" for row in rows)
+        rows = EVERYTHING if version is None else HIGHEST
+        items = ", ".join("[]" if row in KEYS else f"[{row}]" for row in rows)
+        keys = ", ".join(f"[{row}]" if row in KEYS else "[]" for row in rows)
         named = "" if version is None else f', "version": {version}'
         self._numbers += 1
         key = f', "request_id": "{self._numbers}"'
-        body = f'{{"candidates": {{"sparse": {{"item": [{items}]}}}}{named}{key}}}'
+        sparse = f'{{"item": [{items}], "key": [{keys}]}}'
+        body = f'{{"candidates": {{"sparse": {sparse}}}, "return_missing": true{named}{key}}}'
         errs = random.random() < 0.1
         if errs:
             body = random.choice((body[:-1], body.replace("item", "user"), body.replace("[[", '[["x"], [')))
@@ -387,7 +382,7 @@ class World:
                 self.history.answers_of[version].append(self.loop.now)
             self._wrong[name] = says
         is_slow = any(event.kind == "slow" for event in self.scenario.events)
-        is_late = is_slow and isinstance(error, DeadlineExceededError | OverloadedError)
+        is_late = is_slow and isinstance(error, errors.DeadlineExceededError | errors.OverloadedError)
         if says and not is_late and self._calm_since == calm_since >= 0:
             self._broken = self._broken or ViolationError("request fails in a calm", says)
 
@@ -411,9 +406,8 @@ class World:
     def _judge(self, name: str, answered: Any, rows: list[int], named: int | None) -> None:
         answer, began, live = answered
         version = answer["version"]
-        digests = {digest for _, digest, _ in entries_of(self.stream(VERSIONS[version].base))}
         try:
-            if lost := self.history.judge(answer, rows, digests):
+            if lost := self.history.judge(answer, rows, entries_of(self.stream(VERSIONS[version].base))):
                 self._wrong[name] = lost
             if named is not None and version != named:
                 raise ViolationError("another version than named", f"{version} answers, {named} was named")
@@ -520,7 +514,7 @@ class World:
         self.network.loss, loss = 0.0, self.network.loss
         for number in {1, *self.scenario.publishers}:
             await fleet.put_version(self.records[number])
-            await fleet.put_spec(MODEL, number, self._spec_json)
+            await fleet.put_spec(MODEL, number, self._specs[number])
         await fleet.join_fleet(FleetRecord(num_shards=self.num_shards, sharding="hash", replicate_bytes=0))
         shards = {1: self.num_shards}
         wanted = WantedModel(model=MODEL, epoch=1, live=1, hold=(1,), serve=(1,), follow=(1,), num_shards=shards)
@@ -576,18 +570,29 @@ class World:
         streams = {base: self.stream(base) for base in {version.base for version in VERSIONS.values()}}
         self.history.check_promises(streams, may_be_lost=not (self.scenario.min_replicas or self.scenario.files))
         for version in wanted.follow:
-            expected = self.history.expected_rows(version, streams[VERSIONS[version].base])
+            base = VERSIONS[version].base
+            writes, full = self.history.contents(version, entries_of(streams[base]))
             for node in self.of(ShardProcess):
-                self._check_rows(node, version, expected)
+                self._check_rows(node, version, writes)
+                (report,) = (one for one in node.actions.reports() if one.version == version)
+                refused = full.get(node.shard)
+                if (report.delta_refusal == "key_capacity") != (refused is not None):
+                    says = f"{node.name} has version {version} with delta {report.delta_sequence}, {report.reason!r}"
+                    raise ViolationError("keys beyond the capacity", f"{says}; to be refused is {refused}")
+            for trainer in self.of(PublisherProcess) if version == wanted.live else ():
+                expected = bool(full) and VERSIONS[trainer.version].base == base
+                if trainer.is_refused not in (None, expected):
+                    raise ViolationError(
+                        "keys beyond the capacity", f"{trainer.name} is refused: not {expected}, {full}"
+                    )
 
-    def _check_rows(self, node: ShardProcess, version: int, expected: dict[int, int]) -> None:
+    def _check_rows(self, node: ShardProcess, version: int, writes: dict[int, list[tuple[int, int]]]) -> None:
         rows = node.rows(version)
         if rows is None:
             raise ViolationError("not settled", f"{node.name} has no version {version}")
         for row, value in rows.items():
-            stamp = expected[row]
+            stamp = writes[row][-1][1]
             of_version = VERSIONS[version].base if stamp else version
-            if value != row_values(of_version, np.array([row]), stamp)[0, 0]:
-                there = round(value / SCALE) >> 9 & 255
-                says = f"{node.name} has stamp {there} in row {row} of version {version}, not {stamp}"
+            if value != (row_values(of_version, np.array([row]), stamp)[0, 0] if stamp >= 0 else 0.0):
+                says = f"{node.name} has stamp {int(512 * value) & 255} in row {row} of version {version}, not {stamp}"
                 raise ViolationError("replicas differ from the stream", says)
