@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import errno
 import json
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,6 @@ from loader.registry.fleet import FleetRecord, FleetRegistry, WantedModel
 from loader.rollout import CoordinatorConfig
 from loader.rollout.coordinator import Coordinator
 from loader.snapshot.reader import Snapshot
-from loader.snapshot.store import HeldSnapshot, Store
 from router.feature_schema import FeatureSchema
 from router.id_mapping import IdMapper
 from router.plan import Plan
@@ -65,52 +62,8 @@ setattr(cpu, "CLAIM_BYTES", 1)  # noqa: B010
 STAGING = StagingConfig(live_retry_s=5.0, retry_s=6.0)
 AGENT = AgentConfig(poll_s=1.0, heartbeat_s=2.0, ttl_s=5.0, models=(MODEL,), staging=STAGING)
 COORDINATOR = CoordinatorConfig(tick_s=1.0, lock_ttl_s=5.0, settle_s=3.5, stage_timeout_s=40.0, step_timeout_s=25.0)
-SAID_S = 2 * AGENT.heartbeat_s
-"""What nodes report they have reported after."""
 FOLLOWER = FollowerConfig(poll_s=1.0, retry_s=1.0)
 LIMITS = RequestLimits(default_timeout_ms=2000)
-
-
-class FaultyStore(Store):
-    """A store as one process sees it; files of dense steps are in memory, of one seed.
-
-    `error` is raised by whatever reads or writes it, while it is set.
-    """
-
-    def __init__(self, path: Path, files: dict[str, bytes]) -> None:
-        super().__init__(path)
-        self._files = files
-        self.error: Callable[[], OSError] | None = None
-
-    def _check(self) -> None:
-        if self.error is not None:
-            raise self.error()
-
-    def hold(self, *args: Any, **kwargs: Any) -> HeldSnapshot:
-        self._check()
-        return super().hold(*args, **kwargs)
-
-    def read_file(self, path: str, max_bytes: int) -> bytes:
-        self._check()
-        return self._files[path] if path in self._files else super().read_file(path, max_bytes)
-
-    def write_file(self, path: str, content: bytes) -> None:
-        self._check()
-        self._files[path] = content
-
-    def list_files(self, folder: str) -> dict[str, float]:
-        return {path: 0.0 for path in self._files if path.startswith(folder)}
-
-    def delete_files(self, paths: Any) -> None:
-        for path in paths:
-            self._files.pop(path, None)
-
-
-DISK_ERRORS: dict[str, Callable[[], OSError]] = {
-    "EIO": lambda: OSError(errno.EIO, "Input/output error"),
-    "ESTALE": lambda: OSError(errno.ESTALE, "Stale file handle"),
-    "ENOENT": lambda: FileNotFoundError(errno.ENOENT, "No such file or directory"),
-}
 
 
 class SimulatedReplica(LoopReplica):
@@ -131,20 +84,9 @@ class SimulatedReplica(LoopReplica):
         return done
 
 
-def load_version(
-    snapshot: Snapshot,
-    plan: Plan,
-    shards: Callable[..., Any],
-    options: ServingConfig,
-    *,
-    limits: RequestLimits,
-    metrics: Any,
-    clock: Callable[[], float],
-    on_close: Callable[[], None],
-    loop: asyncio.AbstractEventLoop,
-    hot: None,
-) -> LoadedVersion:
+def load_version(snapshot: Snapshot, plan: Plan, shards: Callable[..., Any], _: Any, **given: Any) -> LoadedVersion:
     """Load a version as `LoadedVersion.load` does, without threads; golden scores are those of `VERSIONS`."""
+    limits, metrics, clock = given["limits"], given["metrics"], given["clock"]
     spec = snapshot.spec
     if VERSIONS[snapshot.version].is_broken:
         raise RankingModelError(f"version {snapshot.version}: golden scores differ", kind="golden_mismatch")
@@ -153,11 +95,11 @@ def load_version(
     batcher, counter = Batcher(limits, clock, None), VersionCounter()
     connected = shards(metrics.replica_events(spec.model))
     router = Router(schema.features, IdMapper.of_snapshot(snapshot, schema.features), plan, connected)
-    replica = SimulatedReplica(Ranking(parts, router, connected, metrics, counter, clock), batcher, loop, clock)
+    ranking = Ranking(parts, router, connected, metrics, counter, clock)
+    replica: Any = SimulatedReplica(ranking, batcher, given["loop"], clock)
     replica.start()
-    info = ModelInfo.of(snapshot, limits, "float32", "")
-    replicas: Any = [replica]
-    return LoadedVersion(schema, info, batcher, replicas, on_close, counter, CheckedVersion("float32"), list)
+    info, checked = ModelInfo.of(snapshot, limits, "float32", ""), CheckedVersion("float32")
+    return LoadedVersion(schema, info, batcher, [replica], given["on_close"], counter, checked, list)
 
 
 class Member(FleetMember):
@@ -259,8 +201,7 @@ class ServingProcess(Process):
         process: Any = {"node_id": name, "store": world.store_path, "verify": False, "stage_cpu_share": 1.0}
         process |= {"dtype": "float32", "wire_dtype": "float32", "num_replicas": 0, "dense_step_wait_s": 6.0}
         options: Any = {"store": world.stores[name], "load": load_version, "random": Random(world.random.random())}
-        make = partial(Member, self.fleet, self.service, ServingConfig(**process), AGENT, **options)
-        self.member = self.run(make)
+        self.member = self.run(partial(Member, self.fleet, self.service, ServingConfig(**process), AGENT, **options))
         self.member.address = f"http://{name}:80"
         self.is_ready = False
         self.start(self._main())
@@ -273,11 +214,9 @@ class ServingProcess(Process):
         """Answer a request. Raises ShardrankError, or ConnectionError if it is not ready."""
         if not self.is_ready:
             raise ConnectionRefusedError(f"{self.name} is not ready")
-        service = self.service
-        call = service.admit("http", "rank", None)
-        encoded = await answer(service, call, JsonCodec("rank", MODEL), body, Client())
-        answered: dict[str, Any] = json.loads(bytes(encoded.body))
-        return answered
+        call = self.service.admit("http", "rank", None)
+        encoded = await answer(self.service, call, JsonCodec("rank", MODEL), body, Client())
+        return dict(json.loads(bytes(encoded.body)))
 
 
 class CoordinatorProcess(Process):
@@ -285,8 +224,7 @@ class CoordinatorProcess(Process):
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.loop, name, world.clocks[name])
-        fleet = FleetRegistry(world.open_registry())
-        clocks = self.clocks
+        fleet, clocks = FleetRegistry(world.open_registry()), self.clocks
         self.coordinator = Coordinator(fleet, name, clocks.wall, config=COORDINATOR, monotonic=clocks.monotonic)
         self.start(self.coordinator.run())
 
@@ -322,7 +260,7 @@ class PublisherProcess(Process):
                 await self._try(self._publish, stamp, kind, sorted(drawn))
         # Whoever trains to the end is told by last calls what was lost, and, of what nodes say by now, what is refused.
         stamp = world.next_stamp() if world.is_quiet else 0
-        await asyncio.sleep(SAID_S)
+        await asyncio.sleep(2 * AGENT.heartbeat_s)
         if not stamp or await self._try(self._publish, stamp, "items", [0]):
             world.history.died(self.name)
         elif stamp := world.next_stamp():

@@ -41,14 +41,6 @@ class Attempt:
     may_be_lost: bool = False
 
 
-@dataclass(frozen=True)
-class StreamRow:
-    """The last writer of a row in a stream; `stamp` is below 0 if it took the row out."""
-
-    number: int
-    stamp: int
-
-
 @functools.lru_cache(maxsize=4096)
 def _decoded(payload: bytes, rows: bytes) -> tuple[bytes, dict[int, int]]:
     stated: DeltaBatch | None
@@ -85,7 +77,8 @@ class History:
         self._contents: dict[int, tuple[Any, dict[int, list[tuple[int, int]]], dict[int, int]]] = {}
         self.attempts: dict[int, Attempt] = {}
         self._deletions = defaultdict[tuple[int, int], list[Attempt]](list)
-        self.required: dict[tuple[int, int], tuple[int, bytes, dict[int, StreamRow]]] = {}
+        # By version and dense step: its delta, that one's digest, and number and stamp of the last writer of each row.
+        self.required: dict[tuple[int, int], tuple[int, bytes, dict[int, tuple[int, int]]]] = {}
         self.num_answers = 0
         # When each version answered requests that named none.
         self.answers_of: dict[int, list[float]] = defaultdict(list)
@@ -121,10 +114,10 @@ class History:
 
     def step_written(self, version: int, step: int, sequence: int, digest: str, stream: dict[int, Any]) -> None:
         """Note a dense step with what rows must have of the stream as it is now."""
-        required: dict[int, StreamRow] = {}
+        required: dict[int, tuple[int, int]] = {}
         for number, _, stamps in entries_of(stream):
             if number <= sequence:
-                required |= {row: StreamRow(number, stamp) for row, stamp in stamps.items()}
+                required |= {row: (number, stamp) for row, stamp in stamps.items()}
         self.required[version, step] = sequence, bytes.fromhex(digest), required
 
     def judge(self, answer: dict[str, Any], rows: list[int], entries: Entries) -> str:
@@ -137,20 +130,20 @@ class History:
         if known.is_broken:
             raise ViolationError("refused version answers", f"version {version} has wrong golden scores")
         bits = row_bits(version, np.array(rows)).tolist()
-        for row, code, expected in zip(rows, codes, bits, strict=True):
+        by_row = dict(zip(rows, codes, strict=True))
+        for (row, code), expected in zip(by_row.items(), bits, strict=True):
             self._judge_row(version, row, code, expected)
-        missing = [(at, row) for at, (row, code) in enumerate(zip(rows, codes, strict=True)) if code.seen == MISSING]
+        missing = [(at, row) for at, (row, code) in enumerate(by_row.items()) if code.seen == MISSING]
         told = answer.get("missing", {}).get("key", {"bags": [], "keys": []})
         if list(zip(told["bags"], told["keys"], strict=True)) != missing:
             raise ViolationError("missing keys not told", f"of version {version} {missing} are missing, {told} is told")
         if self._keeps_all:
-            self._judge_sequence(version, answer["delta_sequence"], dict(zip(rows, codes, strict=True)), entries)
+            self._judge_sequence(version, answer["delta_sequence"], by_row, entries)
         steps = {code.dense_step for code in codes}
         if len(steps) > 1:
             raise ViolationError("mixed", f"dense steps {sorted(steps)} in one answer of version {version}")
         (step,) = steps
-        digests = {digest for _, digest, _ in entries}
-        return self._judge_step(version, step, dict(zip(rows, codes, strict=True)), digests) if step else ""
+        return self._judge_step(version, step, by_row, {digest for _, digest, _ in entries}) if step else ""
 
     def _judge_row(self, version: int, row: int, code: Code, bits: int) -> None:
         base = VERSIONS[version].base
@@ -175,20 +168,16 @@ class History:
         if digest and digest not in digests:
             return f"dense step {step} of version {version} answers, whose delta {sequence} is lost"
         for row, code in codes.items():
-            needed = required.get(row)
-            if needed is None or needed.number <= VERSIONS[version].last_delta:
-                continue
-            if code.seen == max(needed.stamp, MISSING):
+            number, stamp = required.get(row, (0, 0))
+            if number <= VERSIONS[version].last_delta or code.seen == max(stamp, MISSING):
                 continue
             deletions = self._deletions[VERSIONS[version].base, row] if code.seen == MISSING else ()
             writers = deletions or ([self.attempts[code.stamp]] if code.stamp else ())
             there = set[int]().union(*(writer.numbers for writer in writers))
-            if max(there, default=0) < needed.number:
-                raise ViolationError(
-                    "dense step over older rows",
-                    f"version {version}, step {step} needs delta {sequence}: row {row} has stamp {code.stamp} of "
-                    f"{sorted(there)}, needed is {needed}",
-                )
+            if max(there, default=0) < number:
+                says = f"row {row} has stamp {code.seen} of {sorted(there)}, needed is {stamp} of {number}"
+                says = f"version {version}, step {step} needs delta {sequence}: {says}"
+                raise ViolationError("dense step over older rows", says)
         return ""
 
     def _judge_sequence(self, version: int, sequence: int, codes: dict[int, Code], entries: Entries) -> None:

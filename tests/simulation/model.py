@@ -65,18 +65,9 @@ class Version:
         return len(KEYS) if self.number in (4, 7) else least
 
 
-VERSIONS = {
-    one.number: one
-    for one in (
-        Version(1, 1),
-        Version(2, 1, 3),
-        Version(3, 3),
-        Version(4, 1, 6),
-        Version(5, 5, is_broken=True),
-        Version(6, 6, is_worse=True),
-        Version(7, 3, 4),
-    )
-}
+_FIRST = (Version(1, 1), Version(2, 1, 3), Version(3, 3), Version(4, 1, 6))
+_LAST = (Version(5, 5, is_broken=True), Version(6, 6, is_worse=True), Version(7, 3, 4))
+VERSIONS = {one.number: one for one in (*_FIRST, *_LAST)}
 
 
 class Code(NamedTuple):
@@ -133,18 +124,12 @@ def model_spec(capacity: int) -> ModelSpec:
     return ModelSpec(model=MODEL, tables=tables, features=features, dense_model=dense)
 
 
-def _buckets() -> dict[int, int]:
-    every, by_key = (RowBuckets.of(table).of_rows(np.array(EVERYTHING)) for table in model_spec(len(KEYS)).tables)
-    return dict(zip(EVERYTHING, [*every[:NUM_ROWS].tolist(), *by_key[NUM_ROWS:].tolist()], strict=True))
-
-
-_BUCKETS = _buckets()
-
-
 @functools.cache
 def rows_of(shard: int, num_shards: int) -> dict[int, bool]:
     """Return the rows of a shard, and which of them are by key."""
-    return {row: row in KEYS for row in EVERYTHING if _BUCKETS[row] % num_shards == shard}
+    tables = model_spec(len(KEYS)).tables
+    shards = np.stack([RowBuckets.of(table).of_rows(np.array(EVERYTHING)) % num_shards for table in tables])
+    return {row: row in KEYS for at, row in enumerate(EVERYTHING) if shards[int(row in KEYS), at] == shard}
 
 
 def bytes_of(num_shards: int) -> int:

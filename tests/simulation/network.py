@@ -22,6 +22,7 @@ class Network:
 
     def __init__(self, loop: SimulatedLoop, random: Random) -> None:
         self._loop, self._random = loop, random
+        # Source and target of what lets nothing through. Streams over it are reset once that is noticed.
         self.blocked: set[tuple[str, str]] = set()
         self.slow_s: dict[str, float] = {}
         self.loss = self.duplicates = 0.0
@@ -40,10 +41,6 @@ class Network:
     def joins(self, one: str, other: str) -> bool:
         """Return whether messages get through both ways."""
         return self.reaches(one, other) and self.reaches(other, one)
-
-    def block(self, source: str, target: str) -> None:
-        """Let nothing through in this direction. Streams over it are reset once that is noticed."""
-        self.blocked.add((source, target))
 
     async def call(self, source: str, target: str, work: Callable[[], Any]) -> Any:
         """Have `work` done at the target, and return or raise what it does. Raises ConnectionError if no answer comes.

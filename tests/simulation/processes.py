@@ -1,11 +1,14 @@
-"""A simulated process: what belongs together, has clocks of its own, and dies together."""
+"""A simulated process: what belongs together, has clocks and a disk of its own, and dies together."""
 
 from __future__ import annotations
 
 import contextvars
+import errno
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from loader.snapshot.store import HeldSnapshot, Store
 from tests.simulation.loop import PROCESS, SimulatedLoop
 
 if TYPE_CHECKING:
@@ -46,3 +49,42 @@ class Process:
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine as this process."""
         return self.run(self.loop.create_task, work)
+
+
+class FaultyStore(Store):
+    """A store as one process sees it, dense steps in memory. While `error` is set, what reads or writes raises it."""
+
+    def __init__(self, path: Path, files: dict[str, bytes]) -> None:
+        super().__init__(path)
+        self._files = files
+        self.error: Callable[[], OSError] | None = None
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error()
+
+    def hold(self, *args: Any, **kwargs: Any) -> HeldSnapshot:
+        self._check()
+        return super().hold(*args, **kwargs)
+
+    def read_file(self, path: str, max_bytes: int) -> bytes:
+        self._check()
+        return self._files[path] if path in self._files else super().read_file(path, max_bytes)
+
+    def write_file(self, path: str, content: bytes) -> None:
+        self._check()
+        self._files[path] = content
+
+    def list_files(self, folder: str) -> dict[str, float]:
+        return {path: 0.0 for path in self._files if path.startswith(folder)}
+
+    def delete_files(self, paths: Any) -> None:
+        for path in paths:
+            self._files.pop(path, None)
+
+
+DISK_ERRORS: dict[str, Callable[[], OSError]] = {
+    "EIO": lambda: OSError(errno.EIO, "Input/output error"),
+    "ESTALE": lambda: OSError(errno.ESTALE, "Stale file handle"),
+    "ENOENT": lambda: FileNotFoundError(errno.ENOENT, "No such file or directory"),
+}

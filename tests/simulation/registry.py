@@ -14,24 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from loader.errors import (
-    PublisherSupersededError,
-    RegistryConflictError,
-    RegistryUnavailableError,
-    StreamSequenceError,
-)
+from loader.errors import PublisherSupersededError, RegistryConflictError, RegistryUnavailableError, StreamSequenceError
+from loader.registry import registry as interface
 from loader.registry.directory import DirectoryRegistry, DiskFiles
-from loader.registry.registry import (
-    ANYBODY,
-    Entry,
-    Publisher,
-    StreamBounds,
-    StreamEntry,
-    check_entry,
-    check_key,
-    check_publisher,
-    check_stream,
-)
+from loader.registry.registry import ANYBODY, Entry, Publisher, StreamBounds, StreamEntry
 from tests.simulation.loop import PROCESS, SimulatedLoop
 from tests.simulation.network import Network
 from tests.simulation.processes import EPOCH_S
@@ -268,13 +254,13 @@ class RegistryClient:
             raise RegistryUnavailableError(f"registry {self.name}: {error}") from error
 
     async def append(self, stream: str, sequence: int, payload: bytes, by: Publisher = ANYBODY) -> None:
-        check_entry(stream, StreamEntry(sequence, payload))
+        interface.check_entry(stream, StreamEntry(sequence, payload))
         await self._acknowledged(by, "append", stream, sequence, payload, by)
 
     async def commit(
         self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = ANYBODY
     ) -> None:
-        check_entry(stream, entry, rows, after)
+        interface.check_entry(stream, entry, rows, after)
         await self._acknowledged(by, "commit", stream, entry, rows, after, by)
 
     async def _acknowledged(self, by: Publisher, name: str, *arguments: Any) -> None:
@@ -288,7 +274,7 @@ class RegistryClient:
     async def read(
         self, stream: str, after: int, max_entries: int = 256, max_bytes: int = 16 << 20
     ) -> list[StreamEntry]:
-        check_stream(stream, max_entries=max_entries, max_bytes=max_bytes)
+        interface.check_stream(stream, max_entries=max_entries, max_bytes=max_bytes)
         return await self._do("read", stream, after, max_entries, max_bytes)
 
     async def max_stream_bytes(self) -> float:
@@ -310,8 +296,8 @@ def _method(name: str, fields: list[str]) -> Any:
     async def method(client: RegistryClient, *arguments: Any, **named: Any) -> Any:
         given = dict(zip(fields, (*arguments, *named.values()), strict=True))
         checked = {field: value for field, value in given.items() if field in ("value", "owner", "ttl_s")}
-        check_key(given[fields[0]], fields[0], **checked)
-        check_publisher(given.get("publisher", ""))
+        interface.check_key(given[fields[0]], fields[0], **checked)
+        interface.check_publisher(given.get("publisher", ""))
         return await client._do(name, *given.values())
 
     return method
@@ -356,9 +342,7 @@ class CrashableFiles(DiskFiles):
             del self._synced[path]
 
     def names(self, folder: Path) -> list[str]:
-        self.fails()
-        below = f"{folder}/"
-        return sorted({path[len(below) :].partition("/")[0] for path in self._contents if path.startswith(below)})
+        return sorted({path.partition("/")[0] for path in self.sizes(folder)})
 
     def sizes(self, folder: Path) -> dict[str, int]:
         self.fails()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,20 +20,12 @@ from loader.registry.registry import Registry, StreamEntry
 from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import Rollout, decode_rollout
 from loader.rollout.requests import abort_rollout, roll_back, start_rollout
-from tests.simulation.fleet import (
-    AGENT,
-    DISK_ERRORS,
-    CoordinatorProcess,
-    FaultyStore,
-    PublisherProcess,
-    ServingProcess,
-    ShardProcess,
-)
+from tests.simulation.fleet import AGENT, CoordinatorProcess, PublisherProcess, ServingProcess, ShardProcess
 from tests.simulation.history import History, ViolationError, entries_of
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.model import EVERYTHING, KEYS, MODEL, STAMPS, STEPS, VERSIONS, row_values, rows_of, snapshots
 from tests.simulation.network import Network
-from tests.simulation.processes import Clocks, Process
+from tests.simulation.processes import DISK_ERRORS, Clocks, FaultyStore, Process
 from tests.simulation.registry import CrashableFiles, FilesRegistry, RegistryClient, RegistryServer
 from tests.simulation.scenario import Event, Scenario
 
@@ -109,10 +101,8 @@ class World:
     def open_registry(self) -> Registry:
         """Open the registry, as a process does."""
         if self.scenario.files:
-            registry: Any = FilesRegistry(self.files, self.server.now, self.loop, self._written)
-        else:
-            registry = RegistryClient(self.server, self.network)
-        return registry
+            return FilesRegistry(self.files, self.server.now, self.loop, self._written)
+        return cast("Registry", RegistryClient(self.server, self.network))
 
     def next_stamp(self) -> int:
         """Return a number that no rows were published with; 0 if there are none left."""
@@ -256,8 +246,7 @@ class World:
         if kind == "partition":
             one, other, direction = what
             ways = [(one, other)] * (direction != "from") + [(other, one)] * (direction != "to")
-            for way in ways:
-                network.block(*way)
+            network.blocked.update(ways)
             return [lambda: network.blocked.difference_update(ways)]
         if kind == "slow":
             network.slow_s[what[0]] = what[1]
@@ -572,19 +561,17 @@ class World:
         for version in wanted.follow:
             base = VERSIONS[version].base
             writes, full = self.history.contents(version, entries_of(streams[base]))
+            wrong = list[str]()
             for node in self.of(ShardProcess):
                 self._check_rows(node, version, writes)
                 (report,) = (one for one in node.actions.reports() if one.version == version)
-                refused = full.get(node.shard)
-                if (report.delta_refusal == "key_capacity") != (refused is not None):
-                    says = f"{node.name} has version {version} with delta {report.delta_sequence}, {report.reason!r}"
-                    raise ViolationError("keys beyond the capacity", f"{says}; to be refused is {refused}")
+                if (report.delta_refusal == "key_capacity") != (node.shard in full):
+                    wrong.append(f"{node.name} has delta {report.delta_sequence}, {report.reason!r}")
             for trainer in self.of(PublisherProcess) if version == wanted.live else ():
-                expected = bool(full) and VERSIONS[trainer.version].base == base
-                if trainer.is_refused not in (None, expected):
-                    raise ViolationError(
-                        "keys beyond the capacity", f"{trainer.name} is refused: not {expected}, {full}"
-                    )
+                if trainer.is_refused not in (None, bool(full) and VERSIONS[trainer.version].base == base):
+                    wrong.append(f"{trainer.name} was told {trainer.is_refused}")
+            if wrong:
+                raise ViolationError("keys beyond the capacity", f"version {version}, by shard {full}: {wrong}")
 
     def _check_rows(self, node: ShardProcess, version: int, writes: dict[int, list[tuple[int, int]]]) -> None:
         rows = node.rows(version)
