@@ -260,7 +260,7 @@ class PublisherProcess(Process):
                 await self._try(self._publish, stamp, kind, sorted(drawn))
         # Whoever trains to the end is told by last calls what was lost, and, of what nodes say by now, what is refused.
         stamp = world.next_stamp() if world.is_quiet else 0
-        await asyncio.sleep(2 * AGENT.heartbeat_s)
+        await asyncio.sleep(3 * AGENT.heartbeat_s)
         if not stamp or await self._try(self._publish, stamp, "items", [0]):
             world.history.died(self.name)
         elif stamp := world.next_stamp():
