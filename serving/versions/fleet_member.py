@@ -39,6 +39,7 @@ from loader.registry.fleet import (
 from loader.registry.registry import Registry
 from loader.snapshot.publishing import fall_back
 from loader.snapshot.reader import Snapshot
+from loader.snapshot.store import Store
 from loader.stores import open_store
 from loader.stores.cache import StoreUrl
 from router.errors import HotRowsError
@@ -171,6 +172,10 @@ class FleetMember:
         local: LocalRows | None = None,
         open_registry: Callable[[], Registry] | None = None,
         fixed: FixedShards | None = None,
+        *,
+        store: Store | None = None,
+        load: Callable[..., LoadedVersion] = LoadedVersion.load,
+        random: Random | None = None,
     ) -> None:
         if config.hot_rows is not None and local is not None:
             raise HotRowsError("hot rows are copies of rows on shard nodes, but all rows are in this process")
@@ -183,7 +188,8 @@ class FleetMember:
         self._models = agent_config.models
         self._node_tls = None if config.node_tls is None else client_context(config.node_tls)
         self._local = local
-        self._store, self._random, self._poll_s = open_store(config.store), Random(), agent_config.poll_s
+        self._store, self._load_version = store or open_store(config.store), load
+        self._random, self._poll_s = random or Random(), agent_config.poll_s
         self._dense = DenseSteps(fleet, self._store, service.metrics, service.clock, config.dense_step_wait_s)
         self._tasks: list[asyncio.Task[None]] = []
         self.directory = ReplicaDirectory(service.clock)
@@ -361,7 +367,7 @@ class FleetMember:
                 wish.check()
                 plan, shards, hot = self._connect(snapshot, topology, closing)
                 kept = ExitStack()
-                served = LoadedVersion.load(
+                served = self._load_version(
                     snapshot,
                     plan,
                     shards,
