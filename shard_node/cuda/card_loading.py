@@ -24,9 +24,7 @@ from shard_node.cuda.kernel_params import (
     ByteArray,
     RowFormat,
     UInt32Array,
-    hot_owner,
     owners_of,
-    pinned_owner,
     round_up,
 )
 from shard_node.cuda.uploads import NUM_UPLOADS, Uploads
@@ -303,7 +301,7 @@ class CardFill:
             array[numbers_at : numbers_at + NUMBER_BYTES * (end - first)].view(np.uint32)[:] = rows[first:end]
             arena.format.relay(stored[first:end], array[rows_at:first_byte].reshape(end - first, -1))
             # An owner is a card, all cards (hot rows), or the host, whose rows card 0 writes.
-            is_host, is_hot = number == pinned_owner(self._num_cards), number == hot_owner(self._num_cards)
+            is_host, is_hot = number == self._num_cards + 1, number == self._num_cards
             for card in range(self._num_cards) if is_hot else [0 if is_host else number]:
                 numbers = upload.send(card, numbers_at, first_byte - numbers_at)
                 rows_on_card, stream = numbers + rows_at - numbers_at, self._streams[card]

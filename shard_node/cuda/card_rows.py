@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from loader.snapshot.buckets import RowBuckets
+from loader.snapshot.buckets import RowBuckets, ranges, starts_of
 from shard_node.access_counts import LookupSampler
 from shard_node.bags import Bags, Group, Int64Array, TableLayout
 from shard_node.cuda.batch import BatchShapes, RowChecks
@@ -35,9 +35,7 @@ from shard_node.cuda.kernel_params import (
     UInt64Array,
     WriteParams,
     encode_places,
-    hot_owner,
     owner_bits,
-    pinned_owner,
 )
 from shard_node.engine.keyed_tables import KeyedTables
 from shard_node.generation import RowLock
@@ -143,7 +141,7 @@ class _Walk:
         card_of_bucket = plan.partition.card_of_bucket[table].astype(np.int64)
         self._card_of_bucket = np.where(card_of_bucket < 0, cards, card_of_bucket).astype(np.uint16)
         owner = np.empty((_ELSEWHERE + 1, cards + 1), np.uint8)
-        owner[HOT], owner[CARD], owner[HOST] = hot_owner(cards), np.arange(cards + 1), pinned_owner(cards)
+        owner[HOT], owner[CARD], owner[HOST] = cards, np.arange(cards + 1), cards + 1
         owner[_ELSEWHERE] = cards + 2
         self._owner_of = owner.reshape(-1)
         self._next_slot = np.zeros(cards + 3, np.int64)
@@ -192,9 +190,8 @@ def _ranks(kinds: UInt8Array, next_rank: Int64Array) -> tuple[Int64Array, Int64A
     """
     counts: Int64Array = np.bincount(kinds, minlength=next_rank.size)
     order = np.argsort(kinds, kind="stable")
-    firsts = np.cumsum(counts) - counts
     ranks = np.empty(kinds.size, np.int64)
-    ranks[order] = np.arange(kinds.size) + np.repeat(next_rank - firsts, counts)
+    ranks[order] = ranges(next_rank, counts)
     return ranks, counts
 
 
@@ -212,8 +209,7 @@ class ArenaOnCards:
         self.format = RowFormat.of(group.dtype, group.embedding_dim)
         self._cards = cards.cards
         places_of = placer.plan.places[group.first_table : group.end_table]
-        self._first_place = np.zeros(len(places_of) + 1, np.int64)
-        np.cumsum([places.rows for places in places_of], out=self._first_place[1:])
+        self._first_place = starts_of(np.array([places.rows for places in places_of]))
         *card_bytes, hot_bytes, host_bytes = placer.rows_bytes(group)
         with ExitStack() as memories:
 

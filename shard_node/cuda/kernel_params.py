@@ -159,16 +159,6 @@ def max_slots(num_cards: int) -> int:
     return (1 << (32 - owner_bits(num_cards))) - 1
 
 
-def hot_owner(num_cards: int) -> int:
-    """Return the owner of rows that every card has a copy of."""
-    return num_cards
-
-
-def pinned_owner(num_cards: int) -> int:
-    """Return the owner of rows in the host's pinned memory."""
-    return num_cards + 1
-
-
 def encode_places(owners: npt.NDArray[np.integer], slots: npt.NDArray[np.integer], num_cards: int) -> UInt32Array:
     """Return places uint32 [n] of owners [n] and slots [n], both in range."""
     places: UInt32Array = slots.astype(np.uint32)

@@ -28,10 +28,8 @@ from shard_node.cuda.kernel_params import (
     MAX_CARDS,
     NOT_HERE,
     encode_places,
-    hot_owner,
     max_slots,
     owners_of,
-    pinned_owner,
 )
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
@@ -367,7 +365,7 @@ def test_every_row_has_its_planned_owner_and_the_next_slot(inputs, piece_rows):
         np.testing.assert_array_equal(places == NOT_HERE, card < 0)
         on_card = owners < plan.num_cards
         np.testing.assert_array_equal(owners[on_card], card[on_card])
-        hot, pinned = (owners == hot_owner(plan.num_cards)).sum(), (owners == pinned_owner(plan.num_cards)).sum()
+        hot, pinned = (owners == plan.num_cards).sum(), (owners == plan.num_cards + 1).sum()
         assert plan.tier_rows[number].sum(axis=0).tolist() == [hot, on_card.sum(), pinned]
         if (only := plan.places[number].only_owner) is not None:
             assert (owners == only).all()
@@ -430,7 +428,7 @@ def test_row_numbers_near_2_to_the_32_are_placed():
         of_rows = plain_buckets(layout.tables[0], range(first, first + 1000))
         is_held = of_rows % 2 == 0
         assert (places[~is_held] == NOT_HERE).all()
-        expected = hot_owner(64) if is_hot else of_rows[is_held] // 2 % 64
+        expected = 64 if is_hot else of_rows[is_held] // 2 % 64
         assert (owners_of(places[is_held], 64) == expected).all()
 
 

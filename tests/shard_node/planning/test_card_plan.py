@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shard_node.buckets import Partition
-from shard_node.cuda.kernel_params import hot_owner, owners_of
+from shard_node.cuda.kernel_params import owners_of
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning import card_plan
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan, Owners, deal
@@ -77,7 +77,7 @@ def test_no_row_is_in_a_nearer_tier_than_a_hotter_one(inputs):
     card = np.concatenate(
         [plan.partition.card_of_bucket[number][plain_buckets(table)] for number, table in enumerate(plan.layout.tables)]
     )
-    tier = np.select([owners == hot_owner(plan.num_cards), owners < plan.num_cards], [HOT, CARD], default=HOST)
+    tier = np.select([owners == plan.num_cards, owners < plan.num_cards], [HOT, CARD], default=HOST)
 
     def coldest(chosen):
         return lookups_per_byte[chosen].min(initial=np.inf)

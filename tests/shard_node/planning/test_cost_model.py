@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shard_node.cuda
-from shard_node.cuda.kernel_params import RowFormat, hot_owner, owners_of, pinned_owner
+from shard_node.cuda.kernel_params import RowFormat, owners_of
 from shard_node.planning.card_plan import CARD, HOST, HOT, CardBudget, CardPlan
 from shard_node.planning.cost_model import (
     ROWS_IN_FLIGHT,
@@ -53,8 +53,8 @@ def test_shares_are_those_of_counting_every_row(layout, data):
         if not counts[table.name].any():
             continue
         tiers = shares[number].sum(axis=0) * all_counts
-        assert tiers[HOT] == pytest.approx(of_owner[hot_owner(num_cards)])
-        assert tiers[HOST] == pytest.approx(of_owner[pinned_owner(num_cards)])
+        assert tiers[HOT] == pytest.approx(of_owner[num_cards])
+        assert tiers[HOST] == pytest.approx(of_owner[num_cards + 1])
         np.testing.assert_allclose(shares[number, :, CARD] * all_counts, of_owner[:num_cards], atol=1e-6)
 
 
