@@ -1,29 +1,7 @@
 """The root of every shardrank error, the errors that all packages raise, and the loader's.
 
-ShardrankError
-    ConfigError                   400  an option, an address, a file or an environment: change it
-    UnavailableError              503  not reached, not ready or ending: try again, elsewhere or later
-    OverloadedError               503  shed, nothing was started: come again later
-    DeadlineExceededError         504  no answer in time
-    SnapshotError                 422  a snapshot that must not be served
-        SnapshotNotFoundError     404  export or publish it first
-        SnapshotCorruptError      422  export it again
-        SnapshotResourceError     503  no fault of the snapshot: try again when there is room
-        SnapshotExistsError       409  export it under another version
-    StoreError                    500  and below it, by what to do about the store
-    ExportError                   400  what was given can't become a snapshot
-    TraceError                    400  a trace of lookups can't be used
-    CheckpointError               400  a checkpoint can't be read
-    RegistryError                 500  and below it, by what to do about the registry
-    DeltaError                    409  changed rows that do not fit what is there
-        DeltaFormatError          400  the rows themselves are wrong
-        DeltaLostError            409  the registry lost them: publish their rows again
-        PublisherSupersededError  409  another of the same name has begun: end
-        StreamFullError           507  roll out a snapshot that contains them
-    RolloutError                  409  as things are, a version can't be rolled out, staged or flipped
-
 There is one class for each thing that a caller does differently; the rest is the `kind`. Each package has one such
-file. A message names the field, the value and what is allowed.
+file, docs/errors.md the whole tree. A message names the field, the value and what is allowed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""The errors of load tests, comparisons and drills; what a drill finds is no error.
-
-ShardrankError
-    ConfigError                   400  `loader.errors`: a workload, an option, a file or results to change
-    LoadError                     500  a measurement can't be run to its end
-        RequestFailedError        500  a request failed, or its answer is none
-"""
+"""The errors of load tests, comparisons and drills; what a drill finds is no error. What to change is a ConfigError."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The router's errors. That no replica of a shard answers is an UnavailableError of the kind `shard_unavailable`.
-
-ShardrankError
-    PlanError                     422  the tables can't be divided as asked
-    UnfitReplicaError             503  another replica may be asked
-    HotRowsError                  400  a tier of hot rows to choose otherwise
-    FittingError                  400  limits or counts to change
-"""
+"""The router's errors. That no replica of a shard answers is an UnavailableError of the kind `shard_unavailable`."""
 
 from __future__ import annotations
 

@@ -1,17 +1,5 @@
 """Serving's errors, which its client raises too, for the answers of a server.
 
-ShardrankError
-    InvalidRequestError           400  a request that can't be answered as it is, now or later: change it
-    UnauthenticatedError          401  show a token that is known
-    PermissionDeniedError         403  show a token with a wider scope
-    NotFoundError                 404  no such model, version, route or service
-    InternalError                 500  a fault of the server, or an answer that is none
-    RankingModelError             422  a version that must not serve: export it again
-    RecordingDamagedError         422  leave the file of recorded requests out
-    FleetError                    500  a fleet can't be started
-    Http2Error                         `serving.api.grpc.wire`: ends the connection
-    TrainingError                      `serving.training.dataset`: data or options of the built-in training
-
 Those that all packages raise are in `loader.errors`: a deadline that passes is always DeadlineExceededError, what is
 shed OverloadedError, what is not ready UnavailableError, and what is wrong with the process's own options ConfigError.
 """

@@ -1,20 +1,4 @@
-"""The shard node's errors. Those that all packages raise are in `loader.errors`.
-
-ShardrankError
-    InvalidBagsError              400  a request that no node would answer
-    TlsConfigError                400  a certificate, key or CA to change
-    WireError                     400  a frame that breaks the protocol; (`frame_too_large`, 413) its limit
-    GenerationNotFoundError       404  another replica may have the version
-    UnavailableError              503
-        NodeUnavailableError      503  no connection, so another replica may be asked
-            TlsHandshakeError     503  kinds by what is wrong with the certificate
-                CertificateRoleError  403  a certificate for another role
-    RemoteError                   500  the node failed, so another replica may be asked
-    MemoryBudgetError             507  the rows need more memory
-    DeviceChoiceError             400  devices to choose otherwise
-    CardsUnavailableError         503  no GPU can be used; (`peer_access`, 409) not as it must be
-    CardError                     500  CUDA failed
-"""
+"""The shard node's errors. Those that all packages raise are in `loader.errors`."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 import pytest
 
+from loader.errors import ShardrankError
 from serving.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,6 +259,21 @@ def test_nothing_is_pickled():
     # The metadata of torch.distributed.checkpoint is a pickle; it is read by an unpickler with a fixed list of classes.
     reader = "loader/checkpoints.py"
     assert [user for user in users if not user.startswith("tests") and user != reader] == []
+
+
+def test_the_page_of_errors_has_every_class_and_kind_with_its_statuses():
+    expected = Counter[tuple[str, str, str, str]]()
+    for path in SOURCES:
+        for node in parsed(path).body if not relative(path).startswith("tests") else ():
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Error") and not node.name.startswith("_"):
+                error = getattr(import_module(relative(path).removesuffix(".py").replace("/", ".")), node.name)
+                if issubclass(error, ShardrankError):
+                    expected[node.name, error.kind, str(error.http_status), error.grpc_status] += 1
+                    of_kinds = vars(error).get("kinds", {}).items()
+                    expected.update(("", kind, str(status), grpc) for kind, (status, grpc) in of_kinds)
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[ ·]*(?:`(\w+)`)? \| `(\w+)` \| (\d+) \| ([A-Z_]+) \| .+ \|$", page, re.MULTILINE)
+    assert Counter(rows) == expected
 
 
 def named_in_architecture() -> list[str]:
