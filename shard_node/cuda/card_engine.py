@@ -328,11 +328,11 @@ class CardEngine:
         self.plan = plan
         self.layout = layout
         self._arenas = tuple(arenas)
-        self._counters = CardCounters(cards)
-        self._writer: RowWriter | None = None
-        self._pools: list[HostPool] = []
         self._free_pools: queue.SimpleQueue[HostPool] = queue.SimpleQueue()
-        try:
+        self._is_closed = False
+        with ExitStack() as buffers:
+            self._counters = CardCounters(cards)
+            buffers.callback(self._counters.free)
             self._rows = CardRows(
                 cards=cards,
                 shapes=BatchShapes(plan.layout),
@@ -344,14 +344,12 @@ class CardEngine:
                 keyed=keyed,
             )
             self._writer = RowWriter(self._rows)
+            buffers.callback(self._writer.free)
             # Card by card, so that callers who take turns also take cards in turn.
             for number in [*range(len(cards.cards))] * POOLS_PER_CARD:
-                self._pools.append(HostPool(CardStream(self._rows, number)))
-        except BaseException:
-            self._free_buffers()
-            raise
-        for pool in self._pools:
-            self._free_pools.put(pool)
+                self._free_pools.put(pool := HostPool(CardStream(self._rows, number)))
+                buffers.callback(pool.close)
+            self._buffers = buffers.pop_all()
 
     def pool(self, bags: Bags) -> list[Float32Array]:
         """As `Engine.pool`. Waits while as many calls as the engine has lanes of its own are under way."""
@@ -384,7 +382,7 @@ class CardEngine:
         self, tables: Sequence[int], keys: Int64Array, stored: npt.NDArray[np.uint8] | None
     ) -> tuple[int, int]:
         """As `Engine.update_keys`, and as `write_rows`."""
-        if self._writer is None:
+        if self._is_closed:
             raise ValueError("the engine is closed")
         return self._writer.update_keys(tables, keys, stored)
 
@@ -393,7 +391,7 @@ class CardEngine:
 
         Raises MemoryBudgetError for more rows than before, and no room for the buffers; nothing was written.
         """
-        if self._writer is None:
+        if self._is_closed:
             raise ValueError("the engine is closed")
         return sum(self._writer.write(table, rows[piece], stored[piece]) for piece in write_pieces(stored))
 
@@ -432,20 +430,12 @@ class CardEngine:
         """Wait for the cards and free everything. No call may be running, and no lane be in use. Idempotent."""
         for reader in self._rows.order.readers():
             reader.stream.synchronize()
-        self._free_buffers()
+        self._is_closed = True
+        self._buffers.close()
         for arena in self._arenas:
             arena.free()
         if self._rows.keyed is not None:
             self._rows.keyed.close()
-
-    def _free_buffers(self) -> None:
-        pools, self._pools = self._pools, []
-        for pool in pools:
-            pool.close()
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.free()
-        self._counters.free()
 
 
 class CardCounters:
