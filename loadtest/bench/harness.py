@@ -117,28 +117,6 @@ class Compared(NamedTuple):
         return "" if self.ratio is None else f"{self.ratio:#.3g} ×{interval}"
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Subjects by name, the baseline first, with their measures by name, and the set-up that all have alike.
-
-    `problems` make it invalid.
-    """
-
-    title: str
-    setup: Mapping[str, str]
-    subjects: Mapping[str, Mapping[str, Compared]]
-    rounds: int
-    problems: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        subjects = {
-            subject: {name: compared._asdict() for name, compared in measures.items()}
-            for subject, measures in self.subjects.items()
-        }
-        return {"setup": self.setup, "baseline": next(iter(subjects)), "subjects": subjects}
-
-
 def rotated(items: Sequence[Item], number: int) -> list[Item]:
     """Return the order in which a round, from 0, measures: each item is first in turn."""
     first = number % len(items)
@@ -146,13 +124,9 @@ def rotated(items: Sequence[Item], number: int) -> list[Item]:
 
 
 def compare_rounds(
-    title: str,
-    subjects: Mapping[str, Sequence[Values]],
-    measures: Sequence[Measure],
-    setup: Mapping[str, str],
-    problems: Sequence[str] = (),
-) -> Comparison:
-    """Compute ratios to the first subject from all rounds of each.
+    subjects: Mapping[str, Sequence[Values]], measures: Sequence[Measure]
+) -> dict[str, dict[str, Compared]]:
+    """Compute ratios to the first subject from all rounds of each; return measures by name, by subject.
 
     A measure has no ratios where some subject has 0 or no value, and is left out if all have none.
     """
@@ -167,23 +141,24 @@ def compare_rounds(
             for of_subject, rounds, ratio in zip(compared.values(), table, ratios, strict=True):
                 median = float(np.median(rounds))
                 of_subject[measure.name] = Compared(*measure[1:], tuple(rounds.tolist()), median, *ratio)
-    return Comparison(title, setup, compared, len(next(iter(subjects.values()))), tuple(problems))
+    return compared
 
 
-def show_comparison(comparison: Comparison) -> None:
+def show_comparison(title: str, subjects: Mapping[str, Mapping[str, Compared]], problems: Sequence[str]) -> None:
     """Print a row for each subject of each measure: the median, and the ratio to the baseline with its interval."""
-    click.echo(comparison.title)
-    baseline, rows = next(iter(comparison.subjects)), list[tuple[str, ...]]()
-    for name, measure in comparison.subjects[baseline].items():
-        for subject, measures in comparison.subjects.items():
+    click.echo(title)
+    baseline, rows, num_rounds = next(iter(subjects)), list[tuple[str, ...]](), 0
+    for name, measure in subjects[baseline].items():
+        num_rounds = len(measure.values)
+        for subject, measures in subjects.items():
             head, ratio = (f"{name}, {measure.unit}", "") if subject == baseline else ("", str(measures[name]))
             rows.append((head, subject, text_of("", measures[name].median), ratio))
     Console(width=WIDTH).print(table_of("", ("", "", "#median", "#ratio"), rows, no_wrap=True))
     medians, sure = "values of one round", "(one round has no confidence interval)"
-    if comparison.rounds > 1:
-        medians, sure = f"medians of {comparison.rounds} rounds", f"with {CONFIDENCE:.0%} confidence intervals"
+    if num_rounds > 1:
+        medians, sure = f"medians of {num_rounds} rounds", f"with {CONFIDENCE:.0%} confidence intervals"
     click.echo(f"{medians}, and ratios to {baseline} {sure}")
-    for problem in comparison.problems:
+    for problem in problems:
         click.echo(f"not valid: {problem}")
 
 
@@ -231,7 +206,7 @@ class Bench:
         self._measured = ""
         self._is_quick = quick
         self._started_at = datetime.now(UTC)
-        self._comparisons: list[Comparison] = []
+        self._tables: dict[str, dict[str, Any]] = {}
 
     def median_call_us(
         self, call: Callable[[Item], Awaitable[object]], batches: Sequence[Item], seconds: float
@@ -312,10 +287,13 @@ class Bench:
                         rounds[table.title, name].append(of_subject)
         for table in tables:
             names = [*(() if table.baseline is None else table.baseline[:1]), *table.subjects]
-            subjects = {name: rounds[table.title, name] for name in names}
-            comparison = compare_rounds(table.title, subjects, table.measures, table.setup, self.problems)
-            self._comparisons.append(comparison)
-            show_comparison(comparison)
+            subjects = compare_rounds({name: rounds[table.title, name] for name in names}, table.measures)
+            show_comparison(table.title, subjects, self.problems)
+            measured = {
+                name: {measure: compared._asdict() for measure, compared in measures.items()}
+                for name, measures in subjects.items()
+            }
+            self._tables[table.title] = {"setup": table.setup, "baseline": names[0], "subjects": measured}
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -330,7 +308,7 @@ class Bench:
             "versions": {**versions(), "torch": torch.__version__, "numpy": np.__version__},
             "rounds": self.rounds,
             "problems": self.problems,
-            "tables": {comparison.title: comparison.document() for comparison in self._comparisons},
+            "tables": self._tables,
             **self.results,
         }
 
