@@ -173,11 +173,9 @@ def changing(
     rows: int,
     side_split: SideSplit,
     rows_per_s: int,
-    shards: int,
-    replicas: int,
-    workers: int,
     triton: bool,
     environments: Path,
+    **fleet_size: int,
 ) -> None:
     """Measure what users wait at worst while versions, rows, weights and processes change.
 
@@ -216,8 +214,8 @@ def changing(
         open_store(served).put(path, snapshot.identity)
         click.echo("starting the fleet")
         # As drills do that restart processes.
-        restarting = UpdatingDrillConfig(shards=shards, replicas=replicas, workers=workers)
-        settings = restarting.model_dump(include={"shards", "replicas", "workers", "shard_node", "serve"})
+        restarting = UpdatingDrillConfig(**fleet_size)
+        settings = restarting.model_dump(include={*fleet_size, "shard_node", "serve"})
         starting = served_fleet(served, snapshot.spec, registry=f"{bench.folder}/registry", **settings)
         fleet = stack.enter_context(portal.wrap_async_context_manager(starting))
         changes = Changes(fleet, snapshot, rows_per_s, seconds * (1 + WARM_UP_SHARE))
@@ -227,7 +225,7 @@ def changing(
             click.echo("starting Triton")
             subject = Subject("Triton", peer, peer.encodings[-1])
             first = subject.load(shape, fleet.server, hotness)
-            server = stack.enter_context(peer_serving(peer, python, weights, workers, first))
+            server = stack.enter_context(peer_serving(peer, python, weights, fleet_size["workers"], first))
             models = weights.parent / f"triton-{server.http_port}" / "models" / "rank"
             reload = partial(going_on, portal, partial(reload_triton, server, models))
             reloads: dict[str, Change] = {"steady": nullcontext, "loading versions": reload}

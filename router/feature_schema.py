@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.snapshot.manifest import FeatureSpec, ModelSpec
-from loader.snapshot.tables import AnyTable, TableSpec
+from loader.snapshot.tables import TableSpec
 from loader.snapshot.vocabularies_and_counts import id_type_is_string
 from shard_node.bags import Int32Array, Int64Array, TableLayout
 
@@ -137,7 +137,9 @@ class FeatureSchema:
     @cached_property
     def string_features(self) -> frozenset[str]:
         """Features whose ids are strings in a request."""
-        return frozenset(feature.name for feature in self.features if _has_strings(self.spec.table_of(feature.name)))
+        tables = {feature.name: self.spec.table_of(feature.name) for feature in self.features}
+        strings = {table.name for table in self.spec.tables if table.keys == "string"}
+        return frozenset(name for name, table in tables.items() if table.name in strings or id_type_is_string(table))
 
     @cached_property
     def digest(self) -> str:
@@ -149,8 +151,3 @@ class FeatureSchema:
         features = [[one.name, one.side, one.name in self.string_features, one.weighted] for one in self.features]
         widths = [self.spec.dense_inputs.context, self.spec.dense_inputs.candidate]
         return hashlib.sha256(json.dumps([features, widths]).encode()).hexdigest()[:32]
-
-
-def _has_strings(table: AnyTable) -> bool:
-    # Of a vocabulary, or of keys that are fingerprints.
-    return id_type_is_string(table) or (isinstance(table, TableSpec) and table.keys == "string")

@@ -261,7 +261,8 @@ class IdMapper:
             rows = bags.values
             unknown = rows.view(np.uint64) > np.repeat(last, values_per_key)
         elif (kinds == _HASH).all():
-            factors = (_spread(of_keys[keys], values_per_key) for of_keys in (self._seed, self._num_embeddings))
+            by_key = (self._seed[keys], self._num_embeddings[keys])
+            factors = (one[:1] if (one == one[0]).all() else np.repeat(one, values_per_key) for one in by_key)
             rows = hashed_rows(bags.values, *factors)
             return MappedBags(bags.with_values(rows, bags.weights), NO_IDS)
         else:
@@ -296,7 +297,3 @@ class IdMapper:
             keep[skipped] = False
             mapped = mapped.kept(keep)
         return MappedBags(mapped, rejected)
-
-
-def _spread(by_key: npt.NDArray[np.uint64], values_per_key: Int64Array) -> npt.NDArray[np.uint64]:
-    return by_key[:1] if (by_key == by_key[0]).all() else np.repeat(by_key, values_per_key)

@@ -24,7 +24,6 @@ import numpy.typing as npt
 from pydantic import Field
 
 from loader.errors import ConfigError
-from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import DenseInputs, DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import Frozen, RowDtype, TableSpec
 from router.errors import PlanError
@@ -149,11 +148,6 @@ class LookupProfile:
     zipf: float = 0.0
     head: Head | None = None
     counts: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
-
-    @classmethod
-    def of_requests(cls, requests: GoldenRequests) -> LookupProfile:
-        """Count the ids that a set of requests has in each bag."""
-        return cls({name: float(bags.mean()) if bags.size else 0.0 for name, bags in requests.lengths.items()})
 
     def with_hotness(self, spec: ModelSpec, hotness: Mapping[str, float]) -> LookupProfile:
         """Return the same but for some features.

@@ -232,7 +232,8 @@ def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:
     elif path.exists():
         snapshot = Snapshot.open(path if path.is_dir() else path.parent, verify=False)
         spec, golden = snapshot.spec, snapshot.golden()
-        profile = LookupProfile() if golden is None else LookupProfile.of_requests(golden)
+        lengths = {} if golden is None else golden.lengths
+        profile = LookupProfile({name: float(bags.mean()) if bags.size else 0.0 for name, bags in lengths.items()})
         counts = _stored_counts(spec, read_access_counts(files, spec), snapshot=snapshot)
         if not counts and options["zipf"] is None:
             recorded = {table.name: snapshot.access_counts(table.slices[0].name) for table in spec.tables}
