@@ -72,12 +72,9 @@ class Bags:
         weights: Float32Array | None = None,
     ) -> Bags:
         """Build offsets from the length of each bag (any integer dtype, [B])."""
-        offsets = np.zeros(lengths.size + 1, dtype=np.int64)
-        np.add.accumulate(lengths, dtype=np.int64, out=offsets[1:])
-        bags = cls(keys, bags_per_key, offsets, values, weights)
+        bags = cls(keys, bags_per_key, offsets := starts_of(lengths), values, weights)
         # Every bag that is made is asked for both, more than once.
-        bag_starts = np.zeros(keys.size + 1, dtype=np.int64)
-        np.add.accumulate(bags_per_key, out=bag_starts[1:])
+        bag_starts = starts_of(bags_per_key)
         object.__setattr__(bags, "_bag_starts", bag_starts)
         object.__setattr__(bags, "_value_starts", offsets[bag_starts])
         return bags

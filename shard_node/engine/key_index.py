@@ -59,7 +59,6 @@ class KeyIndex:
     """Slots by key, of several tables. One thread may insert and remove, while none finds.
 
     `capacities` are the most keys of each table, below 2^32 - 1. Keys are int64, any of them; slots below 2^32 - 1.
-    `is_native` tells whether compiled code finds them.
     """
 
     def __init__(self, capacities: Sequence[int], *, native: bool = True) -> None:
@@ -72,7 +71,6 @@ class KeyIndex:
         self._slots.fill(_EMPTY)
         self._address = self._entries.ctypes.data
         self._find = native_find() if native and total else None
-        self.is_native = self._find is not None
 
     @property
     def size_bytes(self) -> int:
