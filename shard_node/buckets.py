@@ -77,10 +77,7 @@ class BucketCells:
     """
 
     def __init__(
-        self,
-        layout: TableLayout,
-        single: npt.NDArray[np.bool_] | None = None,
-        copies: Sequence[int] | None = None,
+        self, layout: TableLayout, single: npt.NDArray[np.bool_] | None = None, copies: Sequence[int] | None = None
     ) -> None:
         self._buckets = [RowBuckets.of(table) for table in layout.tables]
         num_tables = len(self._buckets)

@@ -107,12 +107,7 @@ def golden_of(snapshot: Path, workloads: Sequence[Workload]) -> GoldenRequests:
 
 
 def write_random_snapshot(
-    spec: ModelSpec,
-    store: Path,
-    *,
-    seed: int = 0,
-    workloads: Sequence[Workload] = (),
-    progress: Progress = no_progress,
+    spec: ModelSpec, store: Path, *, seed: int = 0, workloads: Sequence[Workload] = (), progress: Progress = no_progress
 ) -> Path:
     """Write the next version of a model into a store, made if it is missing; return the snapshot's folder.
 

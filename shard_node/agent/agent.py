@@ -200,13 +200,7 @@ class Agent:
         self._remembered = Remembered(fleet, self._config.models, self._config.heartbeat_s, clock)
         self._going: dict[tuple[str, int], _Retirement] = {}
         self._stagings = Stagings(
-            fleet,
-            actions.stage,
-            lambda: bool(self._going),
-            self._config.staging,
-            clock,
-            sleep,
-            self._random,
+            fleet, actions.stage, lambda: bool(self._going), self._config.staging, clock, sleep, self._random
         )
         self._applied: dict[str, int] = {}
         self._leaving = False

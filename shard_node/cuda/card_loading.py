@@ -18,15 +18,7 @@ from shard_node.buckets import Partition
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_rows import PIECE_ROWS, ArenaOnCards, Placer, finder_bytes
 from shard_node.cuda.card_set import CardSet
-from shard_node.cuda.kernel_params import (
-    CHUNK_BYTES,
-    NOT_HERE,
-    ByteArray,
-    RowFormat,
-    UInt32Array,
-    owners_of,
-    round_up,
-)
+from shard_node.cuda.kernel_params import CHUNK_BYTES, NOT_HERE, ByteArray, RowFormat, UInt32Array, owners_of, round_up
 from shard_node.cuda.uploads import NUM_UPLOADS, Uploads
 from shard_node.engine.arena_builder import TableLoad, check_finite, keyed_orders, layout_for
 from shard_node.engine.key_index import index_bytes

@@ -112,11 +112,7 @@ class CardPlan:
 
     @classmethod
     def make(
-        cls,
-        layout: TableLayout,
-        partition: Partition,
-        budget: CardBudget,
-        hotness: Hotness | Sequence[RowHotness],
+        cls, layout: TableLayout, partition: Partition, budget: CardBudget, hotness: Hotness | Sequence[RowHotness]
     ) -> CardPlan:
         """Decide where rows go. The same inputs give the same plan.
 
