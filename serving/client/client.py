@@ -175,7 +175,7 @@ class Requests:
 
         Raises:
             InvalidRequestError: the request does not fit the model; `field` says where.
-            ShardrankError: see the trees in `loader.errors` and `serving.errors`.
+            ShardrankError: docs/errors.md has all of them.
         """
         ends = self._ends(timeout_ms)
         given = features.RankFeatures(context, candidates, weights or {}, context_dense, candidate_dense)
