@@ -1,10 +1,9 @@
-"""A TCP proxy that delays, loses, holds back or cuts what passes in either direction, as it is told while it runs."""
+"""A TCP proxy that delays or loses what passes in either direction, as it is told while it runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,7 +13,6 @@ Pieces: TypeAlias = asyncio.Queue[tuple[float, bytes]]
 """Bytes, and when they are due; none at the end."""
 READ_BYTES = 1 << 16
 MAX_QUEUED_PIECES = 1024
-HOLD_POLL_S = 0.005
 
 
 @dataclass(slots=True, eq=False)
@@ -24,15 +22,10 @@ class Direction:
     Attributes:
         delay_s: by which they come later, in order.
         is_black: they are lost. A connection that has lost any is cut by the first ones that come afterwards.
-        hold_after: once so many bytes were passed on, no more are; None for never.
-        cuts: so many pieces are lost, each with its connection.
     """
 
     delay_s: float = 0.0
     is_black: bool = False
-    hold_after: int | None = None
-    cuts: int = 0
-    passed_bytes: int = 0
 
     async def read(self, reader: asyncio.StreamReader, pieces: Pieces) -> None:
         """Queue what comes until it ends, or the connection is to be cut."""
@@ -40,8 +33,7 @@ class Direction:
         while piece := await reader.read(READ_BYTES):
             if self.is_black:
                 has_lost = True
-            elif has_lost or self.cuts:
-                self.cuts -= 0 if has_lost else 1
+            elif has_lost:
                 break
             else:
                 await pieces.put((asyncio.get_running_loop().time() + self.delay_s, piece))
@@ -51,23 +43,19 @@ class Direction:
         """Pass on what is queued. Raises ConnectionError at the end."""
         while (item := await pieces.get())[1]:
             await asyncio.sleep(item[0] - asyncio.get_running_loop().time())
-            while self.hold_after is not None and self.hold_after <= self.passed_bytes:  # noqa: ASYNC110
-                await asyncio.sleep(HOLD_POLL_S)
             writer.write(item[1])
-            self.passed_bytes += len(item[1])
             await writer.drain()
         raise ConnectionError
 
 
 @dataclass(eq=False)
 class TcpProxy:
-    """Passes `requests` of clients to a server, and `replies` back; of `connections` made so far `serving` are open."""
+    """Passes `requests` of clients to a server, and `replies` back; `serving` are the connections that are open."""
 
     connect: Connect
     requests: Direction = field(default_factory=Direction)
     replies: Direction = field(default_factory=Direction)
     port: int = 0
-    connections: int = 0
     serving: set[asyncio.Task[Any] | None] = field(default_factory=set)
 
     def cut(self) -> None:
@@ -78,7 +66,6 @@ class TcpProxy:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a client's connection until either side ends it."""
-        self.connections += 1
         self.serving.add(asyncio.current_task())
         writers = [writer]
         try:
@@ -99,10 +86,10 @@ class TcpProxy:
 
 
 @contextlib.asynccontextmanager
-async def tcp_proxy(connect: Connect, tls: ssl.SSLContext | None = None) -> AsyncIterator[TcpProxy]:
-    """Run a proxy on a port of 127.0.0.1; with `tls`, clients have to speak TLS."""
+async def tcp_proxy(connect: Connect) -> AsyncIterator[TcpProxy]:
+    """Run a proxy on a port of 127.0.0.1."""
     proxy = TcpProxy(connect)
-    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=tls)
+    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.port = listener.sockets[0].getsockname()[1]
     try:
         yield proxy

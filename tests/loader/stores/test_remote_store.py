@@ -30,13 +30,12 @@ from loader.snapshot.store import Store
 from loader.stores import remote as remote_module
 from loader.stores.cache import StoreUrl
 from loader.stores.remote import RemoteStore
-from loadtest.drill.proxy import TcpProxy
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.exhaustion import files_limited_to
 from shardrank_testing.processes import wait_until
 from shardrank_testing.s3_server import Bucket
 from shardrank_testing.snapshots import files_of, make_spec, one_table_spec, rewrite_manifest, write_snapshot
-from shardrank_testing.tcp_proxy import threaded_proxy
+from shardrank_testing.tcp_proxy import CountedProxy, threaded_proxy
 
 SPEC = one_table_spec(8000, 32, dtype="fp32")
 """One row file of 1 MB."""
@@ -54,7 +53,7 @@ class Remote:
     """A bucket, whose clients have one cache and reach the server through a proxy."""
 
     bucket: Bucket
-    proxy: TcpProxy
+    proxy: CountedProxy
     cache: Path
     made: Path
     """Folder of versions 1 to 4 of `small`, which are not in the bucket."""
