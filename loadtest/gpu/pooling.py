@@ -68,22 +68,22 @@ def _mark(card: Card) -> Any:
 
 
 def time_graphs(
-    card: Card, stream: Stream, work: Mapping[str, Callable[[], None]], launches: int, seconds: float
+    card: Card, stream: Stream, work: Mapping[str, Callable[[int], object]], num_sets: int, seconds: float
 ) -> dict[str, Timing]:
-    """Capture each piece of work, which is of `launches`, as a graph, and time replays in alternation.
+    """Capture the launches of each piece of work, one for each set, as a graph, and time replays in alternation.
 
     Rounds are put on the stream in groups, each after a replay that is not timed: the host is then ahead of the card,
     and no measured time contains a wait of the card for the host. At most MAX_ROUNDS, in `seconds`.
     """
-    repeats = -(-MIN_LAUNCHES // launches)
+    repeats = -(-MIN_LAUNCHES // num_sets)
     replays: dict[str, Callable[[], None]] = {}
 
-    def put_all(put: Callable[[], None]) -> None:
-        for _ in range(repeats):
-            put()
+    def put_all(put: Callable[[int], object]) -> None:
+        for number in [*range(num_sets)] * repeats:
+            put(number)
 
     for name, put in work.items():
-        put()  # A capture demands that it has run once.
+        put(0)  # A capture demands that it has run once.
         stream.synchronize()
         replays[name] = partial(card.capture(stream, partial(put_all, put)).replay, stream)
         replays[name]()  # The first replay uploads the graph.
@@ -100,7 +100,7 @@ def time_graphs(
                 marks.append((name, start, _mark(card)))
         for name, start, end in marks:
             end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3 / (launches * repeats))
+            times[name].append(start.elapsed_time(end) * 1e3 / (num_sets * repeats))
         if time.perf_counter() - started_at >= seconds:
             break
     percentiles = {name: np.percentile(each, (50, 10, 90)).tolist() for name, each in times.items()}
@@ -160,20 +160,23 @@ def _measure_cell(
             offsets = torch.arange(0, num_rows + 1, hotness, dtype=torch.int32, device=device)
         bags = stack.enter_context(CardBags(rows, ids, batch, hotness))
         errors = {number: bags.check(number, num_sets - 1) for number in (WITHOUT_PLACES, *size.logical_cards)}
-        work: dict[str, Callable[[], None]] = {}
-        for number in errors:
-            work[str(number)] = partial(_launch_all, partial(bags.launch, number), num_sets)
+        work: dict[str, Callable[[int], object]] = {f"{number}": partial(bags.launch, number) for number in errors}
         for in_flight, kernel in GATHER_KERNELS.items():
             gather = RandomGather(rows, num_rows, max(in_flight, hotness), in_flight)
             stack.enter_context(gather).check(num_sets - 1)
-            work[kernel] = partial(_launch_all, gather.launch, num_sets)
+            work[kernel] = gather.launch
         sets = [bags.ids(number).view(-1) for number in range(num_sets)]
         if peer is not None:
+
+            def pool(number: int) -> Any:
+                with rows.card.torch_stream(rows.stream):
+                    return peer(sets[number], offsets)
+
             with rows.card.torch_stream(rows.stream):
-                error = bags.error(peer(sets[-1], offsets), num_sets - 1)
+                error = bags.error(pool(num_sets - 1), num_sets - 1)
             if not error <= PEER_TOLERANCE:
                 raise WrongAnswerError(f"{PEER}, dim {rows.embedding_dim}: a bag is {error:.2e} off")
-            work[PEER] = partial(_pool_all, rows, peer, sets, offsets)
+            work[PEER] = pool
         timings = time_graphs(rows.card, rows.stream, work, num_sets, size.cell_s)
     ceiling_us = min(timings[kernel].us for kernel in GATHER_KERNELS.values())
     for number, error in errors.items():
@@ -202,14 +205,3 @@ def _measure_cell(
             if peer is not None:
                 row |= {f"{PEER}_us": timings[PEER].us, f"{PEER}_ratio": timings[PEER].us / timing.us}
         results.add("pooling", row)
-
-
-def _launch_all(launch: Callable[[int], None], num_sets: int) -> None:
-    for number in range(num_sets):
-        launch(number)
-
-
-def _pool_all(rows: RowsOnCard, peer: torch.nn.EmbeddingBag, sets: list[torch.Tensor], offsets: torch.Tensor) -> None:
-    with rows.card.torch_stream(rows.stream):
-        for ids in sets:
-            peer(ids, offsets)

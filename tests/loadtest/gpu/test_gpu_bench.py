@@ -82,13 +82,16 @@ def test_a_peer_with_other_sums_fails_the_part(results, monkeypatch):
     assert results.status["pooling"].startswith("failed: WrongAnswerError: embedding_bag, dim 16: a bag is")
 
 
-@pytest.mark.parametrize(("launches", "repeats"), [(32, 1), (3, 11)])
-def test_work_is_timed_in_alternation(launches, repeats):
-    """Each once, then captured and replayed once; a replay without a time, then the rounds. Graphs have 32 launches."""
+@pytest.mark.parametrize(("num_sets", "repeats"), [(32, 1), (3, 11)])
+def test_work_is_timed_in_alternation(num_sets, repeats):
+    """Each once, then captured and replayed once; a replay without a time, then the rounds. Graphs have 32 launches.
+
+    Each of them has all sets in turn.
+    """
     card = card_factory("emulated")(1).cards[0]
     calls: list[str] = []
-    work = {name: (lambda name=name: calls.append(name)) for name in "ab"}
-    timings = time_graphs(card, card.stream(), work, launches, seconds=0.0)
-    a, b = "a" * repeats, "b" * repeats
-    assert "".join(calls) == f"a{a}{a}b{b}{b}" + a + (a + b) * GROUP
+    work = {name: (lambda number, name=name: calls.append(f"{name}{number}")) for name in "ab"}
+    timings = time_graphs(card, card.stream(), work, num_sets, seconds=0.0)
+    a, b = ("".join(f"{name}{number}" for number in range(num_sets)) * repeats for name in "ab")
+    assert "".join(calls) == f"a0{a}{a}b0{b}{b}" + a + (a + b) * GROUP
     assert all(timing.low_us <= timing.us <= timing.high_us for timing in timings.values())
