@@ -23,7 +23,6 @@ _MIN_PAUSE_S: Final = 0.002
 _MAX_PAUSE_S: Final = 5.0
 Result = TypeVar("Result")
 
-
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called now and then during long work, by one thread at a time, with what is done, and how many rows or bytes of how
 many; at its last call all are."""

@@ -56,7 +56,6 @@ OutputName: TypeAlias = Annotated[Name, Field(max_length=64)]
 # Whether a program gets a thing of the context once for each request, or with each candidate.
 Per: TypeAlias = Literal["request", "candidate"]
 
-
 MANIFEST_NAME = "manifest.json"
 CHECKSUM_NAME = "manifest.json.sha256"
 MAX_MANIFEST_BYTES = 16 << 20

@@ -27,7 +27,6 @@ _DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64
 _DTYPES |= {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _DTYPES.items()} | {"BF16": 2}  # NumPy has no bfloat16
 
-
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 

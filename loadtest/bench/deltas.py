@@ -50,7 +50,6 @@ MEASURES = (
     Measure("staleness", "s"),
 )
 
-
 Updates: TypeAlias = Callable[[], Iterable[Sequence[tuple[Any, ...]]]]
 """Draws what is published each time: methods of a `DeltaPublisher` with their arguments."""
 

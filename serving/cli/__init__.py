@@ -46,7 +46,6 @@ COMMANDS = {
 """The module of each command, in the order in which a newcomer meets them."""
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
-
 LOGGED = {"log_level": "warning", "log_format": "text"}
 """What is logged of a command by default; of those that have settings, these say it."""
 

@@ -196,9 +196,7 @@ ids_option = option(
     multiple=True,
 )
 
-
 out_store_option = option("--store", "Where the snapshot goes: FOLDER/<model>/<version>/.", FOLDER, required=True)
-
 
 store_text = _reader(store_or_path)
 """Reads where a store or a snapshot is: the text of a URL, and the path of anything else, which is no file."""

@@ -42,7 +42,6 @@ _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCH_CANDIDATES = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 Kept: TypeAlias = deque[tuple[tuple[Histogram, ...], tuple[float, ...]]]
 
-
 _VERSION, _TABLE = ("model", "version"), ("model", "table")
 _COUNTERS = {
     "requests": ("Requests answered, with success or not.", ("api", "method", "model", "status")),

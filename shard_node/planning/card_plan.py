@@ -226,9 +226,7 @@ class _Filling:
                 f"card {int(free.argmin())} may take {min(budget.card_bytes)} bytes, but places take "
                 f"{self._places_bytes}, {PLACE_BYTES} for each row of this shard on each card"
             )
-        hot_bytes = 0
-        if self._num_cards > 1:
-            hot_bytes = self._give(HOT, self._hot(free, budget))
+        hot_bytes = self._give(HOT, self._hot(free, budget)) if self._num_cards > 1 else 0
         if self._num_cards == 1 or budget.peer_access:
             local = [
                 _first_rows(self._within_max(self._left[:, card]), self._stride, int(free[card]) - hot_bytes)

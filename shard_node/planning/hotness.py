@@ -32,7 +32,6 @@ _EDGES_PER_DOUBLING = 8
 _HEAD_EDGES_PER_DOUBLING = 64
 _EXACT_RANKS = 1 << 12
 
-
 RowCounts: TypeAlias = UInt32Array | AccessCounts
 """How often each row of a table was looked up: uint32 [num_embeddings], or what is read like it."""
 ObservedCounts: TypeAlias = Mapping[str, RowCounts]
