@@ -65,8 +65,8 @@ class KeyNumbers:
     def __init__(self, layout: TableLayout, max_keys: int) -> None:
         tables = [table.model_copy(update={"num_embeddings": min(max_keys, MAX_KEYS)}) for table in layout.tables]
         self._is_keyed, keyed = layout.is_keyed, layout.is_keyed.nonzero()[0].tolist()
-        here = dict.fromkeys(keyed, np.ones(NUM_BUCKETS["mixed"], np.bool_))
-        self._numbers = KeyedTables(replace(layout, tables=tuple(tables)), here) if keyed else None
+        all_buckets = dict.fromkeys(keyed, np.ones(NUM_BUCKETS["mixed"], np.bool_))
+        self._numbers = KeyedTables(replace(layout, tables=tuple(tables)), all_buckets) if keyed else None
         self._keys = {table: np.zeros(tables[table].num_embeddings + 1, np.int64) for table in keyed}
 
     def counted(self, tables: npt.NDArray[np.integer], rows: Int64Array) -> Int64Array:
@@ -99,12 +99,12 @@ class KeyNumbers:
     def _number(self, table: int, keys: Int64Array) -> Int64Array:
         assert self._numbers is not None
         different, places = np.unique(keys, return_inverse=True)
-        found = self._numbers.find(table, different)
-        new = (found == ABSENT).nonzero()[0][: self._numbers.capacity[table] - self._numbers.num_keys(table)]
+        numbers = self._numbers.find(table, different)
+        new = (numbers == ABSENT).nonzero()[0][: self._numbers.capacity[table] - self._numbers.num_keys(table)]
         planned = self._numbers.plan_upsert(table, different[new])
         self._numbers.insert(table, different[new], planned)
-        found[new], self._keys[table][planned.rows] = planned.rows, different[new]
-        return found[places]
+        numbers[new], self._keys[table][planned.rows] = planned.rows, different[new]
+        return numbers[places]
 
 
 class HotSet:

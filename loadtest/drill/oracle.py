@@ -219,8 +219,8 @@ def make_questions(spec: ModelSpec, num_each: int, seed: int = 0) -> dict[Method
         for name, size in sizes.items():
             table = tables[FEATURES[name][0]]
             rows = rows_in(table) - FREE_ROWS
-            asked = rows + rows // ABSENT_SHARE if table.keys else rows
-            drawn = [rng.integers(0, asked, length) for length in rng.integers(1, 1 + MAX_HOTNESS, size)]
+            num_drawn = rows + rows // ABSENT_SHARE if table.keys else rows
+            drawn = [rng.integers(0, num_drawn, length) for length in rng.integers(1, 1 + MAX_HOTNESS, size)]
             # Beyond the capacity, so that these keys never come.
             bags[name] = [ids_of(table, bag + table.num_embeddings * (bag >= rows)).tolist() for bag in drawn]
         return bags
