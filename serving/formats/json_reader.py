@@ -30,17 +30,7 @@ from serving.errors import (
     malformed,
     missing_feature,
 )
-from serving.formats.requests import (
-    RAGGED,
-    Buffer,
-    Codec,
-    Encoded,
-    FeatureCounts,
-    Method,
-    Request,
-    Response,
-    check_options,
-)
+from serving.formats import requests
 from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
 from serving.results import LookupResult, Ragged, RankResult
@@ -59,11 +49,11 @@ _BRACKET, _QUOTE = ord("["), ord('"')
 _TYPES = {int: "an integer", str: "a string", bool: "true or false"}
 _OPTIONS: dict[str, type] = dict.fromkeys(("version", "timeout_ms", "top_k", "max_age_ms", "min_sequence"), int)
 _OPTIONS |= {"return_missing": bool, "request_id": str, "routing_key": str}
-_KEYS: dict[Method, frozenset[str]] = {
+_KEYS: dict[requests.Method, frozenset[str]] = {
     "rank": frozenset({*_OPTIONS, "context", "candidates"}),
     "lookup": frozenset({*_OPTIONS, "sparse", "weights"}) - {"top_k"},
 }
-_PARTS: dict[Method, tuple[Part, ...]] = {"rank": ("context", "candidates"), "lookup": ("",)}
+_PARTS: dict[requests.Method, tuple[Part, ...]] = {"rank": ("context", "candidates"), "lookup": ("",)}
 _PART_KEYS = frozenset({"sparse", "weights", "dense"})
 _OBJECTS = (simdjson.Object, dict)
 # Raised by simdjson, NumPy and msgspec for a list that is not as it should be.
@@ -99,13 +89,13 @@ class _Lists(msgspec.Struct):
     dense: dict[Part, Any]
 
 
-class JsonCodec(Codec, eq=False):
+class JsonCodec(requests.Codec, eq=False):
     """The JSON form; a document is valid until the next text is parsed on this thread."""
 
     text: bytes | bytearray = b""
     document: dict[str, Any] = {}  # noqa: RUF012  # msgspec makes one for each
 
-    def read(self, body: Buffer, limits: RequestLimits) -> JsonCodec:
+    def read(self, body: requests.Buffer, limits: RequestLimits) -> JsonCodec:
         """Parse the text, and read the options. Raises InvalidRequestError for them, and for what is no JSON object."""
         if (size := len(body)) > (allowed := limits.max_json_bytes):
             raise limit_exceeded("", "max_json_bytes", allowed, size, "bytes of JSON in the body", "body_too_large")
@@ -134,14 +124,14 @@ class JsonCodec(Codec, eq=False):
                 raise invalid_field(name, f"{value} is not in 1..{MAX_ID}")
         version, timeout_ms, top_k, *bounds, returns_missing, request_id, routing_key = options.values()
         request_id, routing_key = request_id or "", routing_key or ""
-        timeout_s, bound = check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds)
+        timeout_s, bound = requests.check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds)
         key = routing_key or request_id
         return JsonCodec(
             self.method, self.model, self.api, version, key, timeout_s, top_k, request_id, bound,
             bool(returns_missing), text, document,
         )  # fmt: skip
 
-    def parse(self, schema: RequestSchema) -> Request:
+    def parse(self, schema: RequestSchema) -> requests.Request:
         """See `Codec`."""
         try:
             return self._parse(schema)
@@ -151,10 +141,10 @@ class JsonCodec(Codec, eq=False):
         finally:
             self.text, self.document = b"", {}
 
-    def encode(self, response: Response) -> Encoded:
+    def encode(self, response: requests.Response) -> requests.Encoded:
         """See `Codec`."""
         if not isinstance(response, RankResult):
-            return Encoded(b"", more=lookup_pieces(response))
+            return requests.Encoded(b"", more=lookup_pieces(response))
         # Digits enough that float32 scores read back as the same float32.
         document: dict[str, Any] = {
             "model": response.model,
@@ -171,9 +161,9 @@ class JsonCodec(Codec, eq=False):
             document["missing"] = _missing(response)
         if response.request_id:
             document["request_id"] = response.request_id
-        return Encoded(_ENCODER.encode(document))
+        return requests.Encoded(_ENCODER.encode(document))
 
-    def _parse(self, schema: RequestSchema) -> Request:
+    def _parse(self, schema: RequestSchema) -> requests.Request:
         if self.method == "rank" and "candidates" not in self.document:
             raise invalid_field("candidates", "missing; a rank request needs its candidates")
         if self.method == "lookup" and "sparse" not in self.document:
@@ -210,7 +200,7 @@ class JsonCodec(Codec, eq=False):
         # Raised outside of `except`, it does not refer to the other error.
         raise _refusal(schema, lists, is_lookup=self.method == "lookup")
 
-    def _request(self, schema: RequestSchema, lists: _Lists) -> Request:
+    def _request(self, schema: RequestSchema, lists: _Lists) -> requests.Request:
         """Flat bags of all features, and dense values, in one pass. Raises as `_WRONG_LIST`, too."""
         limits, is_lookup, keys = schema.limits, self.method == "lookup", schema.keys
         num_candidates, kinds = 0, schema.kinds
@@ -244,7 +234,7 @@ class JsonCodec(Codec, eq=False):
                     total = int(np.add.reduce(bag_sizes))
                     lengths.append(bag_sizes)
                     num_lists += count
-                widths.append(1 if bag_sizes is None else RAGGED)
+                widths.append(1 if bag_sizes is None else requests.RAGGED)
             num_ids.append(total)
             if is_string:
                 if (num_texts := len(texts) + total) > (allowed := limits.max_string_ids):
@@ -272,7 +262,7 @@ class JsonCodec(Codec, eq=False):
         if count != num_lists and (count < num_lists or count_above(self.text, _BRACKET, num_lists)):
             raise TypeError
         flat_lengths = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
-        counts = FeatureCounts(keys, num_ids, num_bags, widths, weighted)
+        counts = requests.FeatureCounts(keys, num_ids, num_bags, widths, weighted)
         weights = floats[:num_weights] if weighted else None
         bags = counts.bags(schema, flat_lengths, values, texts, weights, is_lookup=is_lookup)
         if is_lookup:
@@ -439,7 +429,7 @@ def many_lists() -> Iterator[None]:
         gc.enable()
 
 
-def count_above(body: Buffer, character: int, limit: int) -> int:
+def count_above(body: requests.Buffer, character: int, limit: int) -> int:
     """Count a character outside of strings if it is there more than `limit` times; else return 0. Exact for JSON."""
     # Within strings too at first, several times faster than `bytes.count`.
     if len(body) <= limit or int(np.count_nonzero(np.frombuffer(body, np.uint8) == character)) <= limit:
@@ -473,7 +463,7 @@ def lookup_pieces(response: LookupResult) -> Iterator[bytes]:
     yield b"}}"
 
 
-def _missing(response: Response) -> dict[str, dict[str, list[int]]]:
+def _missing(response: requests.Response) -> dict[str, dict[str, list[int]]]:
     missing = (response.missing or {}).items()
     return {name: {"bags": keys.bags.tolist(), "keys": keys.keys.tolist()} for name, keys in missing}
 
