@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import click
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from loader.snapshot.row_source import RowSource
     from loader.snapshot.vocabularies_and_counts import Vocabulary
     from loader.stores.cache import StorePlace
+
+    Keys: TypeAlias = npt.NDArray[np.integer[Any]] | list[str]
 
 
 @click.command(cls=WithExamples)
@@ -110,11 +112,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
 
     levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
     blocks, plan, described = options["blocks"], None, read_description(description)
-    keys = {table: _read_keys(described, table, Path(file)) for table, file in options["keys"].items()}
-    kept = _unexpired(keys, options["updated"], options["expire_before"])
-    for table, of_table in kept.items():
-        of = keys[table]
-        keys[table] = list(compress(of, of_table.tolist())) if isinstance(of, list) else of[of_table]
+    keys, kept = _read_unexpired(described, options["keys"], options["updated"], options["expire_before"])
     levers["num_keys"] = {table: len(of_table) for table, of_table in keys.items()}
     pruned = Pruned.of(description, described, options["counts"], **levers, blocks=blocks)
     spec, counts = pruned.spec, pruned.counts
@@ -327,7 +325,7 @@ def _check_tables(flag: str, known: Collection[str], tables: Iterable[str]) -> N
             raise ExportError(f"{flag}: no table {table!r}; the description's tables are {list(known)}")
 
 
-def _read_keys(described: ModelDescription, table: str, path: Path) -> npt.NDArray[np.integer[Any]] | list[str]:
+def _read_keys(described: ModelDescription, table: str, path: Path) -> Keys:
     """Return the keys in a file. Raises ExportError."""
     from loader.traces import map_npy
 
@@ -336,12 +334,13 @@ def _read_keys(described: ModelDescription, table: str, path: Path) -> npt.NDArr
     return _read_lines(path) if tables[table].keys == "string" else map_npy(path)
 
 
-def _unexpired(
-    keys: Mapping[str, Sized], updated: Mapping[str, str], expire_before: str | None
-) -> dict[str, npt.NDArray[np.bool_]]:
-    """Return which keys of tables are not left out, bool [n]. Raises ExportError."""
+def _read_unexpired(
+    described: ModelDescription, files: Mapping[str, str], updated: Mapping[str, str], expire_before: str | None
+) -> tuple[dict[str, Keys], dict[str, npt.NDArray[np.bool_]]]:
+    """Return the keys that tables have, and which they are of those in their files, bool [n]. Raises ExportError."""
     from loader.traces import map_npy
 
+    keys = {table: _read_keys(described, table, Path(file)) for table, file in files.items()}
     if bool(updated) != (expire_before is not None):
         raise ExportError("--updated and --expire-before go with each other")
     _check_tables("--updated (of those with --keys)", keys, updated)
@@ -351,8 +350,10 @@ def _unexpired(
         if times.dtype.kind not in "iu" or times.shape != (len(keys[table]),):
             told = f"expected integers [{len(keys[table])}], one for each key, got {times.dtype} {list(times.shape)}"
             raise ExportError(f"--updated: {file}: {told}")
-        kept[table] = times >= _seconds_of(expire_before or "")
-    return kept
+        chosen, of = times >= _seconds_of(expire_before or ""), keys[table]
+        keys[table] = list(compress(of, chosen.tolist())) if isinstance(of, list) else of[chosen]
+        kept[table] = chosen
+    return keys, kept
 
 
 def _seconds_of(text: str) -> float:
