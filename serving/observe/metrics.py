@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -237,11 +237,9 @@ class ServingMetrics:
         if MULTIPROCESS_VARIABLE in os.environ or not self._by:
             return
         self._counter.cache_clear()
-        for outcome in get_args(Outcome):
-            self._counters["version_requests"].remove(model, str(version), outcome)
         for metric in (*self._counters.values(), *self._gauges.values()):
-            if metric._labelnames == _VERSION:
-                metric.remove(model, str(version))
+            if "version" in metric._labelnames:
+                metric.remove_by_labels({"model": model, "version": str(version)})
 
     def _make_observations(self) -> None:
         make_observations(self._kept)

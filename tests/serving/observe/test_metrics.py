@@ -137,9 +137,13 @@ def test_hot_rows_are_counted_by_table_and_their_gauges_go_with_their_version():
         assert f'shardrank_hot_{name}{{model="m",version="1"}} {value}' in text
     metrics.set_version("dtype_fallback", "m", 1, 0)
     metrics.set_version("wire_fallback", "m", 1, 0)
+    for version in (1, 2):
+        metrics.count("keys", "m", version, "films", "film", "true", by=3)
     metrics.forget_version("m", 1)
     text = metrics.render().decode()
     assert "shardrank_hot_rows{" not in text
+    keys = [line for line in text.splitlines() if line.startswith("shardrank_keys_total{")]
+    assert keys == ['shardrank_keys_total{feature="film",found="true",model="m",table="films",version="2"} 3.0']
     assert "shardrank_hot_lookups_total{" in text
 
 
