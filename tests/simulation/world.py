@@ -75,7 +75,7 @@ class World:
         self.is_quiet, self.quiet_publishers = False, 0
         self._graveyard: list[Process] = []
         self._stamps, self._steps, self._unhealed = iter(STAMPS), {version: iter(STEPS) for version in VERSIONS}, 0
-        self._last_fault_s = 0.0
+        self._last_fault_s, self._numbers = 0.0, 0
         self._current: Rollout | None = None
         self._bake_began_s: float | None = None
         # Set when a step of a rollout, or a dense one, begins.
@@ -90,7 +90,6 @@ class World:
         self._held_since: dict[tuple[str, int], float] = {}
         # What each serving process was last seen to know, by its epoch, and when.
         self._known: dict[tuple[str, int], tuple[float, WantedModel]] = {}
-        self._numbers = 0
 
     def note(self, who: str, text: str) -> None:
         """Add to the trace."""
@@ -227,7 +226,8 @@ class World:
             return
         is_in_the_way = kind in ("partition", "power")
         self._unhealed += is_in_the_way
-        if is_in_the_way or kind in ("crash", "failover"):
+        is_late = kind == "registry_down" and self.loop.now < self._disturbed_until  # to recover needs the registry
+        if is_in_the_way or is_late or kind in ("crash", "failover"):
             self._disturbed_until = max(self._disturbed_until, self.loop.now + event.lasts_s + RECOVERY_S)
         heal = self._break(kind, what)
         await asyncio.sleep(event.lasts_s)
