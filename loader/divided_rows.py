@@ -193,7 +193,9 @@ def part_counts(
 
 
 def chosen_rows(table: TableSpec, source: RowSource, chosen: npt.NDArray[np.bool_]) -> RowSource:
-    """Return some rows of a table with keys, bool [n], in their order."""
+    """Return some rows of a table with keys, bool [n], in order. Raises ExportError for another number of rows."""
+    if source.num_embeddings != chosen.size:
+        raise ExportError(f"table {table.name!r}: {source.num_embeddings} rows, but {chosen.size} keys")
     part = table.model_copy(update={"num_embeddings": int(chosen.sum())})
     return _PartRows(source, (~chosen).view(np.uint8), 0, part)
 

@@ -168,12 +168,11 @@ class HotRowsKeeper:
         self._budget = HotBudget(config, plan.layout)
         self._claim = (memory or RowMemory()).take(config.size_bytes)
         learned = learning_counter(self._budget.capacity) if self._budget.learns else None
-        self.rows = HotRows(plan.layout, learned, KEY_NUMBERS * self._budget.capacity)
-        self._first = np.empty(0, np.int64)
+        self.rows = HotRows(plan.layout, learned, KEY_NUMBERS * self._budget.capacity if learned else 0)
+        # Tables and rows, or keys: their numbers may be another key's when the tier begins again.
+        self._first = np.empty((2, 0), np.int64)
         if before is not None and learned is not None and _row_kinds(before.layout) == _row_kinds(plan.layout):
-            # Keys are counted by other numbers there.
-            known = before.current
-            self._first = np.sort(self.rows.numbers.counted(known.keys >> TABLE_SHIFT, known.rows))
+            self._first = np.stack([before.current.keys >> TABLE_SHIFT, before.current.rows])
         self._problem, self._forks = "", dict[str, int]()
         self._begun = threading.Event()
         self._stop: Callable[[], object] = lambda: None
@@ -280,7 +279,7 @@ class HotRowsKeeper:
 
     async def _choose(self, shards: Sequence[ReplicatedShard]) -> None:
         """Hold the first rows; then, if this tier learns, those with the most lookups in the last epochs."""
-        budget, learned, keys = self._budget, self.rows.learned, self._first
+        budget, learned, keys = self._budget, self.rows.learned, np.sort(self.rows.numbers.counted(*self._first))
         if not keys.size:
             keys = await asyncio.to_thread(budget.hottest_counted, self._snapshot, self._plan.layout)
             if learned is None and not keys.size:

@@ -289,11 +289,11 @@ class HotRows:
         return sum(self._write(update, piece) for piece in pieces)
 
     def update_keys(self, tables: Sequence[int], keys: Int64Array, stored: StoredRows | None) -> tuple[int, int]:
-        """As `Engine.update_keys`, of keys that have copies; the others are not counted."""
+        """Replace, or take out, copies of keys of several tables together; returns how many were replaced, and 0."""
         if stored is not None:
             return self.write_rows(tuple(tables), keys, stored), 0
         gone = keys, [(table, None) for table in tables]
-        return self._write(gone, gone), keys.size
+        return self._write(gone, gone), 0
 
     def _write(self, update: RowUpdate, piece: RowUpdate) -> int:
         with self._writing:

@@ -25,6 +25,7 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from torch.nn import functional as F  # noqa: N812
 
+from loader.snapshot.buckets import starts_of
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.row_source import ArrayRows
@@ -33,7 +34,7 @@ from router.id_mapping import hashed_rows
 from serving.demo import url_of
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import running_fleet
-from serving.training.dataset import LIKED_RATING, Interactions, offsets_of, positions_in, read_movielens
+from serving.training.dataset import LIKED_RATING, Interactions, positions_in, read_movielens
 from serving.training.network import RankingNetwork, RowBatch
 from serving.training.trainer import auc
 from shard_node.bags import Float32Array, Int64Array
@@ -139,7 +140,7 @@ class Ratings:
         """Return ratings as a batch, each a request of one candidate."""
         rows = {name: torch.from_numpy(table.find(self.ids[name][positions])) for name, table in tables.items()}
         lengths, at = positions_in(self.data.films.genre_offsets, self.films[positions])
-        genres = torch.from_numpy(self.data.films.genre_ids[at]), torch.from_numpy(offsets_of(lengths))
+        genres = torch.from_numpy(self.data.films.genre_ids[at]), torch.from_numpy(starts_of(lengths))
         each = torch.arange(positions.size + 1)
         bags = {"user_id": (rows["users"], each), "film_id": (rows["films"], each), "genre": genres}
         return RowBatch(bags, torch.zeros(positions.size, 0), each[:-1], each[:-1])

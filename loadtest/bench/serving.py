@@ -337,6 +337,8 @@ def serving(
       shardrank loadtest bench serving --against ../before --json against.json
     """
     shape = BenchShape.of(rows, varied=True, side_split=side_split)
+    if keyed and against is not None:
+        raise click.UsageError("--keyed goes without --against")
     old = None if against is None else checked_checkout(against)
     with Generators() as generators:
 

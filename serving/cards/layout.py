@@ -134,7 +134,8 @@ class CardLayout:
         self._modes = modes[self._features].astype(np.int64)
         self.weighted = self._has_mean_of_parts or any(feature.weighted for feature in spec.features)
         is_chosen = np.array([getattr(table, "by", "popularity") == "popularity" for table in tables])
-        self.values_per_id = np.where(is_chosen, 1, num_parts)
+        num_lookups = np.bincount(self._features) if self._by_lookup else np.ones(len(tables), np.int64)
+        self.values_per_id = np.where(is_chosen, num_lookups // num_parts, num_lookups)
         self.areas = [
             Area(CANDIDATES, self.shapes.candidate.padded_width),
             Area(REQUESTS, self.shapes.context.padded_width),

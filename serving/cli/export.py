@@ -351,13 +351,16 @@ def _read_unexpired(
             told = f"expected integers [{len(keys[table])}], one for each key, got {times.dtype} {list(times.shape)}"
             raise ExportError(f"--updated: {file}: {told}")
         chosen, of = times >= _seconds_of(expire_before or ""), keys[table]
+        click.echo(f"table {table}: {len(of) - chosen.sum()} of {len(of)} keys are left out")
+        if not chosen.any():
+            raise ExportError(f"--expire-before {expire_before}: no key of table {table!r} is left")
         keys[table] = list(compress(of, chosen.tolist())) if isinstance(of, list) else of[chosen]
         kept[table] = chosen
     return keys, kept
 
 
 def _seconds_of(text: str) -> float:
-    if text.isdecimal():
+    if text.isdecimal() and len(text) != len("20261231"):
         return float(text)
     try:
         at = datetime.fromisoformat(text)

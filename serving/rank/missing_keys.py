@@ -46,6 +46,11 @@ class KeyCounter:
             self._is_due = True
             asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
 
+    def close(self) -> None:
+        """Tell what is left, and nothing any more: the version's metrics are dropped."""
+        self.flush()
+        self._is_due = True
+
     def flush(self) -> None:
         """Tell the metrics and the counter."""
         counts, self._is_due = self._counts, False

@@ -343,6 +343,8 @@ class Ranking:
 
     async def close(self) -> None:
         """Close the router, after the last batch."""
+        if self._keys is not None:
+            self._keys.close()
         await self.router.close()
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:

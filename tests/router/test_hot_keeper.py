@@ -33,7 +33,7 @@ from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.engine.loading import load_tables
 from shard_node.engine.memory import RowMemory
 from shard_node.errors import MemoryBudgetError
-from shard_node.node import ShardNode
+from shard_node.node import ServedVersion, ShardNode
 from shard_node.wire.address import Address
 from shardrank_testing import bags as table_bags
 from shardrank_testing import nodes as running
@@ -339,6 +339,41 @@ def test_keys_keep_their_numbers_until_they_are_forgotten():
     known = numbers.counted(np.full(90, films), others)
     assert numbers.rows(known).tolist() == others.tolist()[: known.size]
     assert known.size == 90
+
+
+async def test_a_tier_that_begins_again_counts_its_first_keys_anew(tmp_path, monkeypatch):
+    """Their numbers may have been forgotten, and be another key's, whose copy would be taken for theirs."""
+    monkeypatch.setattr("router.hot_keeper.RETRY_S", 0.05)
+    model = KeyedModel(tmp_path / "store", "fp32")
+    films = model.schema.layout.index["films"]
+    async with AsyncExitStack() as stack:
+        nodes = await Nodes(tmp_path, model.snapshot, stack).start()
+        before = await nodes.keep(ROOMY)
+        router = nodes.router(before)
+        while films not in before.rows.current.keys >> TABLE_SHIFT:
+            await lookup(router, model.snapshot, model.bags())
+        keeper = await nodes.keep(ROOMY, before=before.rows)
+        hot, is_down = keeper.rows, asyncio.Event()
+        is_down.set()
+        hot.numbers.counted(np.full(5000, films), np.arange(10**9, 10**9 + 5000))
+        hot.numbers.keep(np.empty(0, np.int64))
+        check_nodes, first = keeper._check_nodes, hot.current.rows
+
+        async def check_or_fail(*shards: Any, **follows: bool) -> list[ServedVersion]:
+            if is_down.is_set():
+                is_down.clear()
+                raise HotRowsError("no node answers")
+            return await check_nodes(*shards, **follows)
+
+        monkeypatch.setattr(keeper, "_check_nodes", check_or_fail)
+        await until(lambda: not is_down.is_set())
+        await until(lambda: not hot.current.keys.size)
+        await until(lambda: bool(hot.current.keys.size))
+        again = hot.current
+        assert sorted(again.rows.tolist()) == sorted(first.tolist())
+        assert hot.numbers.rows(again.keys).tolist() == again.rows.tolist()
+        others = hot.numbers.counted(np.full(10**4, films), np.arange(2 * 10**9, 2 * 10**9 + 10**4))
+        assert not np.isin(others, again.keys).any()
 
 
 async def test_without_a_registry_a_delta_empties_the_tier(nodes, caplog):

@@ -103,6 +103,8 @@ def test_tables_with_keys_are_exported_with_theirs(inputs: Path) -> None:
     np.save(inputs / "times.npy", np.where(np.arange(300) % 3, 1_767_225_600, 1_767_225_599))
     np.save(inputs / "user-times.npy", np.array([9, 0, 9], np.uint32))
     times = ("--updated", f"items={inputs / 'times.npy'}", "--expire-before", "2026-01-01")
+    np.save(inputs / "fewer.npy", np.arange(299))
+    fewer = ("--keys", f"items={inputs / 'fewer.npy'}", "--updated", f"items={inputs / 'fewer.npy'}", *times[2:3], "1")
     shardrank(*command, *files, *times)
     shardrank(*command, *files, *times[:2], "--updated", f"users={inputs / 'user-times.npy'}", "--expire-before", "9")
     asked = {"item": [(np.arange(300) << 55).tolist()], "user": [["anna"], ["bert"], ["cäcilie"]]}
@@ -118,6 +120,8 @@ def test_tables_with_keys_are_exported_with_theirs(inputs: Path) -> None:
         (files[:2], "capacity is auto: give its keys"),
         ((*files, "--keys", f"shops={inputs / 'items.npy'}"), "--keys: no table 'shops'"),
         ((*files, *times[:2]), "--updated and --expire-before go with each other"),
+        ((*files, *times[:3], "20280101"), "--expire-before 20280101: no key of table 'items' is left"),
+        ((*files[:2], *fewer), "'items': 300 rows, but 299 keys"),
         ((*files, *times[:3], "soon"), "--expire-before 'soon' is neither seconds since 1970 nor a date"),
         ((*files, *times, "--updated", f"users={inputs / 'times.npy'}"), "expected integers [3], one for each key"),
         ((*files[:2], *times), "--updated (of those with --keys): no table 'items'"),

@@ -10,9 +10,14 @@ import pytest
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
 from loader.snapshot.tables import fingerprint_strings
 from loadtest.workloads.prepare import as_golden
+from router.id_mapping import NO_IDS
 from serving.client import AsyncClient
 from serving.embedded import ModelSource, Ranker, load_served_model
+from serving.observe.calls import VersionCounter
+from serving.observe.metrics import ServingMetrics
+from serving.rank.missing_keys import KeyCounter
 from serving.rank.service import RankingService
+from shardrank_testing.bags import bags_of
 from shardrank_testing.card_engines import OnCards, engine_params
 from shardrank_testing.nodes import until
 from shardrank_testing.parsing import parse_json
@@ -129,6 +134,20 @@ async def test_keys_are_counted_by_feature(api: Api):
         assert (counted(feature, table, "true"), counted(feature, table, "false")) == (found, missing)
     stats = api.service.generations.all()[0].payload.counter.stats()
     assert (stats.keys, stats.missing_keys) == (9, 4)
+
+
+async def test_a_version_that_is_closed_tells_what_it_counted_and_nothing_later(api: Api, monkeypatch):
+    monkeypatch.setattr("serving.rank.missing_keys.FLUSH_S", 0.01)
+    schema = api.service.generations.all()[0].payload.schema.features
+    metrics, counter = ServingMetrics(), VersionCounter()
+    keys = KeyCounter(metrics, counter, schema, 1)
+    keys.add(bags_of({schema.index["film"]: [[1, 2], [3]]}), NO_IDS)
+    keys.close()
+    assert counter.stats().keys == 3
+    assert "shardrank_keys_total{" in metrics.render().decode()
+    metrics.forget_version(schema.spec.model, 1)
+    await asyncio.sleep(0.05)
+    assert "shardrank_keys_total{" not in metrics.render().decode()
 
 
 @pytest.mark.parametrize(
