@@ -20,17 +20,7 @@ from loader.deltas.blocking_publisher import DeltaPublisher
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.snapshot.publishing import register
 from loader.snapshot.tables import TableSpec
-from loadtest.bench.harness import (
-    MODEL,
-    Bench,
-    BenchTable,
-    Measure,
-    Subject,
-    UniformTables,
-    Values,
-    bench_command,
-    make_node,
-)
+from loadtest.bench import harness
 from loadtest.errors import LoadError
 from router.plan import Plan
 from serving.cli.settings import opened_registry, with_registry
@@ -43,11 +33,11 @@ PUBLISHES_PER_S = 10
 BATCHES = 32
 WAIT_S = 60.0
 MEASURES = (
-    Measure("p50 of a lookup", "ms"),
-    Measure("p99 of a lookup", "ms"),
-    Measure("lookups", "/s", "higher"),
-    Measure("rows applied", "/s", "higher"),
-    Measure("staleness", "s"),
+    harness.Measure("p50 of a lookup", "ms"),
+    harness.Measure("p99 of a lookup", "ms"),
+    harness.Measure("lookups", "/s", "higher"),
+    harness.Measure("rows applied", "/s", "higher"),
+    harness.Measure("staleness", "s"),
 )
 
 Updates: TypeAlias = Callable[[], Iterable[Sequence[tuple[Any, ...]]]]
@@ -108,7 +98,7 @@ def _following(url: str, version: int, tables: LoadedTables) -> Iterator[None]:
 
     async def follow() -> None:
         async with opened_registry(url) as fleet:
-            await DeltaFollower(fleet, MODEL, version, tables.engine, tables.deltas, tables.partition).run()
+            await DeltaFollower(fleet, harness.MODEL, version, tables.engine, tables.deltas, tables.partition).run()
 
     with start_blocking_portal() as portal:
         following = portal.start_task_soon(follow)
@@ -117,11 +107,11 @@ def _following(url: str, version: int, tables: LoadedTables) -> Iterator[None]:
             following.result()
 
 
-@bench_command
+@harness.bench_command
 @click.option("--seconds", type=click.FloatRange(0.01), default=2.0, show_default=True, help="Of each measurement.")
 @click.option("--rows-per-s", type=click.IntRange(1), default=50_000, show_default=True, help="Published.")
 @click.option("--rows", type=click.IntRange(1), default=2_000_000, show_default=True, help="Of the table.")
-def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
+def deltas(bench: harness.Bench, seconds: float, rows_per_s: int, rows: int) -> None:
     """Measure what row updates cost lookups.
 
     A trainer in another process publishes changed rows through a real registry; a shard node in this process applies
@@ -133,31 +123,33 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
       shardrank loadtest bench deltas --rows-per-s 60000 --json deltas.json
     """
     sys.setswitchinterval(BACKGROUND_SWITCH_INTERVAL_S)
-    tables = UniformTables(1, rows, DIM)
+    tables = harness.UniformTables(1, rows, DIM)
     rows_per_s = min(rows_per_s, rows * PUBLISHES_PER_S)
     click.echo(f"writing {rows} rows")
     snapshot = tables.export(bench.folder / "store")
     url = f"{bench.folder}/registry"
     with_registry(url, lambda fleet: register(fleet, snapshot, clock=time.time), may_be_new=True)
     seconds = bench.seconds(seconds)
-    node, rng = make_node(snapshot, Plan.make(snapshot.spec)), np.random.default_rng(0)
+    node, rng = harness.make_node(snapshot, Plan.make(snapshot.spec)), np.random.default_rng(0)
     batches = [tables.draw(rng, BAGS, HOTNESS) for _ in range(BATCHES)]
     with (
-        node.generations.lease(MODEL, snapshot.version) as lease,
+        node.generations.lease(harness.MODEL, snapshot.version) as lease,
         _following(url, snapshot.version, followed := lease.payload),
     ):
 
-        def without_deltas(number: int) -> Values:
+        def without_deltas(number: int) -> harness.Values:
             times, end = list[float](), time.perf_counter() + seconds
             while (begin := time.perf_counter()) < end:
-                node.pool(MODEL, snapshot.version, batches[len(times) % BATCHES])
+                node.pool(harness.MODEL, snapshot.version, batches[len(times) % BATCHES])
                 times.append(time.perf_counter() - begin)
             p50_ms, p99_ms = (1e3 * np.percentile(times, (50, 99))).tolist()
             return {"p50 of a lookup": p50_ms, "p99 of a lookup": p99_ms, "lookups": len(times) / seconds}
 
-        def with_deltas(number: int) -> Values:
+        def with_deltas(number: int) -> harness.Values:
             before = followed.deltas.now.rows
-            with training(url, MODEL, snapshot.version, partial(drawn_rows, snapshot.spec.tables[0], rows_per_s)):
+            with training(
+                url, harness.MODEL, snapshot.version, partial(drawn_rows, snapshot.spec.tables[0], rows_per_s)
+            ):
                 _wait_for(lambda: followed.deltas.now.rows > before, "no deltas came")
                 first, started_at = followed.deltas.now.rows, time.perf_counter()
                 values = without_deltas(number)
@@ -171,7 +163,7 @@ def deltas(bench: Bench, seconds: float, rows_per_s: int, rows: int) -> None:
             return {**values, "rows applied": (progress.rows - first) / took_s, "staleness": staleness_s}
 
         without_deltas(0)
-        subjects: dict[str, Subject] = {"without deltas": without_deltas, "with deltas": with_deltas}
+        subjects: dict[str, harness.Subject] = {"without deltas": without_deltas, "with deltas": with_deltas}
         setup = {"rows": f"{rows}", "rows published a second": f"{rows_per_s}"}
-        bench.run([BenchTable("lookups beside row updates", MEASURES, subjects, setup)])
+        bench.run([harness.BenchTable("lookups beside row updates", MEASURES, subjects, setup)])
     node.close()

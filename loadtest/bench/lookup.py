@@ -17,19 +17,7 @@ from loader.memory import allocate_rows
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import VocabularyMapping
-from loadtest.bench.harness import (
-    MODEL,
-    Bench,
-    BenchTable,
-    Measure,
-    Subject,
-    UniformTables,
-    bench_command,
-    make_node,
-    make_router,
-    node_process,
-    remote_shards,
-)
+from loadtest.bench import harness
 from router.plan import Plan
 from router.router import Router
 from shard_node.bags import Bags, Float32Array, Int64Array
@@ -39,13 +27,13 @@ from shard_node.node import LocalShard
 FEATURES, BATCHES = 26, 8
 TIMEOUT_S = 60.0
 BARE, FLOAT32 = "bare op", "nn.EmbeddingBag fp32"
-MEASURES = (Measure("time of a batch", "µs"),)
+MEASURES = (harness.Measure("time of a batch", "µs"),)
 Batch: TypeAlias = tuple[Bags, Int64Array]
 """Raw ids by feature, and the same rows as int64 [n] in the order of all tables one after the other."""
 Call: TypeAlias = Callable[[Batch], Awaitable[Float32Array]]
 
 
-def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[str, Call]:
+def calls_of(snapshot: Snapshot, tables: harness.UniformTables, remote: Router) -> dict[str, Call]:
     """Make the subjects, all tables one after the other in memory; the first is the floor."""
     codes = allocate_rows(tables.rows * tables.count, RowCodec("int8", tables.embedding_dim).row_bytes)
     for number, table in enumerate(snapshot.spec.tables):
@@ -65,11 +53,11 @@ def calls_of(snapshot: Snapshot, tables: UniformTables, remote: Router) -> dict[
 
     def local(cards: int) -> Router:
         plan = Plan.make(snapshot.spec, cards_per_shard=cards)
-        return make_router(snapshot, plan, [LocalShard(make_node(snapshot, plan))])
+        return harness.make_router(snapshot, plan, [LocalShard(harness.make_node(snapshot, plan))])
 
     async def call_router(router: Router, batch: Batch) -> Float32Array:
         deadline = time.monotonic() + TIMEOUT_S
-        return (await router.lookup(MODEL, snapshot.version, batch[0], deadline)).blocks[0]
+        return (await router.lookup(harness.MODEL, snapshot.version, batch[0], deadline)).blocks[0]
 
     routers = {"local": local(1), "local, 2 cards": local(2), "Unix socket": remote}
     return {
@@ -89,18 +77,18 @@ async def check_same(calls: Mapping[str, Call], batch: Batch) -> None:
         np.testing.assert_allclose(pooled, expected, rtol=tolerance, atol=tolerance * largest, err_msg=name)
 
 
-def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
+def measure_dim(bench: harness.Bench, tables: harness.UniformTables, seconds: float) -> None:
     """Measure batches of all sizes, with 1 and with 20 ids a bag."""
 
-    def subject(call: Call, batches: Sequence[Batch]) -> Subject:
+    def subject(call: Call, batches: Sequence[Batch]) -> harness.Subject:
         return lambda number: {"time of a batch": bench.median_call_us(call, batches, seconds)}
 
     with ExitStack() as stack:
         click.echo(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
         plan = Plan.make(snapshot.spec)
-        address, _ = stack.enter_context(node_process(snapshot, plan))
-        remote = make_router(snapshot, plan, remote_shards(snapshot, plan, [address]))
+        address, _ = stack.enter_context(harness.node_process(snapshot, plan))
+        remote = harness.make_router(snapshot, plan, harness.remote_shards(snapshot, plan, [address]))
         stack.callback(lambda: bench.runner.run(remote.close()))
         calls, cells = calls_of(snapshot, tables, remote), []
         for hotness, size in itertools.product((1, 20), (1, 64, 512)):
@@ -111,7 +99,7 @@ def measure_dim(bench: Bench, tables: UniformTables, seconds: float) -> None:
             bench.runner.run(check_same(calls, batches[0]))
             title = f"dim {tables.embedding_dim}, {hotness} id{'s' * (hotness > 1)} a bag, batch {size}"
             subjects = {name: subject(call, batches) for name, call in calls.items()}
-            cells.append(BenchTable(title, MEASURES, subjects, {"rows of a batch": f"{first.size}"}))
+            cells.append(harness.BenchTable(title, MEASURES, subjects, {"rows of a batch": f"{first.size}"}))
         bench.run(cells)
 
 
@@ -126,31 +114,33 @@ KEYED_IDS = 2_600, 52_000
 """Of a batch: 100 candidates of 26 features with one id, and with 20."""
 
 
-def measure_keyed(bench: Bench, rows: int, dim: int, seconds: float) -> None:
+def measure_keyed(bench: harness.Bench, rows: int, dim: int, seconds: float) -> None:
     """Measure a table whose rows are named by keys, against one with a vocabulary of the same numbers."""
     click.echo(f"writing two tables of {rows} rows of dim {dim}")
     rng = np.random.default_rng(1)
     ids = np.unique(rng.integers(0, 2**63 - 1, rows + rows // 1000 + 100))[:rows]
     rng.shuffle(ids)
-    plain = UniformTables(1, rows, dim)
+    plain = harness.UniformTables(1, rows, dim)
     keyed = {"num_embeddings": rows * 5 // 4, "keys": "int64"}
     snapshots = {
         "rows": plain.export(bench.folder / "rows", {"id_mapping": VocabularyMapping()}, vocabularies={"f00": ids}),
         "keys": plain.export(bench.folder / "keys", keyed, keys={"f00": ids}),
     }
     plans = {name: Plan.make(snapshot.spec) for name, snapshot in snapshots.items()}
-    nodes = {name: make_node(snapshot, plans[name]) for name, snapshot in snapshots.items()}
-    engines = {name: node.generations.payload(MODEL, 1).engine for name, node in nodes.items()}
-    routers = {name: make_router(snapshots[name], plans[name], [LocalShard(node)]) for name, node in nodes.items()}
+    nodes = {name: harness.make_node(snapshot, plans[name]) for name, snapshot in snapshots.items()}
+    engines = {name: node.generations.payload(harness.MODEL, 1).engine for name, node in nodes.items()}
+    routers = {
+        name: harness.make_router(snapshots[name], plans[name], [LocalShard(node)]) for name, node in nodes.items()
+    }
 
     async def pool(name: str, batch: Batch) -> Float32Array:
         bags, numbers = batch
         return engines[name].pool(bags if name == "keys" else bags.with_values(numbers, None))[0]
 
     async def route(name: str, batch: Batch) -> Float32Array:
-        return (await routers[name].lookup(MODEL, 1, batch[0], time.monotonic() + TIMEOUT_S)).blocks[0]
+        return (await routers[name].lookup(harness.MODEL, 1, batch[0], time.monotonic() + TIMEOUT_S)).blocks[0]
 
-    def subject(call: Call, batches: Sequence[Batch]) -> Subject:
+    def subject(call: Call, batches: Sequence[Batch]) -> harness.Subject:
         return lambda number: {"time of a batch": bench.median_call_us(call, batches, seconds)}
 
     calls: dict[str, Call] = {f"engine, {name}": partial(pool, name) for name in snapshots}
@@ -161,16 +151,18 @@ def measure_keyed(bench: Bench, rows: int, dim: int, seconds: float) -> None:
         batches = [(bags.with_values(ids[bags.values], None), bags.values) for bags in drawn]
         bench.runner.run(check_equal(calls, batches[0]))
         title = f"{rows} rows, dim {dim}, {hotness} id{'s' * (hotness > 1)} a bag, {size} ids"
-        cells.append(BenchTable(title, MEASURES, {name: subject(call, batches) for name, call in calls.items()}))
+        cells.append(
+            harness.BenchTable(title, MEASURES, {name: subject(call, batches) for name, call in calls.items()})
+        )
     bench.run(cells)
 
 
-@bench_command
+@harness.bench_command
 @click.option("--table-gb", type=click.FloatRange(min=0.001), default=2.0, show_default=True, help="int8 GB of rows.")
 @click.option("--dim", "dims", type=int, multiple=True, default=(64, 128), show_default=True, help="Repeatable.")
 @click.option("--seconds", type=click.FloatRange(0), default=0.3, show_default=True, help="Of each measurement.")
 @click.option("--keyed", is_flag=True, help="One table with keys against one with a vocabulary.")
-def lookup(bench: Bench, table_gb: float, dims: tuple[int, ...], seconds: float, *, keyed: bool) -> None:
+def lookup(bench: harness.Bench, table_gb: float, dims: tuple[int, ...], seconds: float, *, keyed: bool) -> None:
     """Measure what a lookup costs beyond the rows that it reads.
 
     On the same ids: the bare torch op on one int8 arena (the floor), the router with the rows in this process (one card
@@ -188,4 +180,4 @@ def lookup(bench: Bench, table_gb: float, dims: tuple[int, ...], seconds: float,
             measure_keyed(bench, max(1, rows), dim, bench.seconds(seconds))
             continue
         rows //= FEATURES
-        measure_dim(bench, UniformTables(FEATURES, max(1, rows), dim), bench.seconds(seconds))
+        measure_dim(bench, harness.UniformTables(FEATURES, max(1, rows), dim), bench.seconds(seconds))
