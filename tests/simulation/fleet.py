@@ -144,8 +144,7 @@ class ShardProcess(Process):
         memory = RowMemory((2 * world.memory_versions + 1) * bytes_of(world.num_shards) // 2, lambda: 1 << 40)
         options: dict[str, Any] = {"store": world.stores[name], "following": FOLLOWER, "memory": memory}
         self.actions = NodeActions(self.node, self.fleet, self._plan_of, config, **options)
-        random = Random(world.random.random())
-        self.agent = Agent(self.fleet, self.actions, AGENT, self.clocks.monotonic, random=random)
+        self.agent = Agent(self.fleet, self.actions, AGENT, self.clocks.monotonic, random=Random(world.random.random()))
         self.start(self._main())
 
     def _plan_of(self, snapshot: Snapshot) -> tuple[Partition, str]:

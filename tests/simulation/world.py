@@ -264,12 +264,7 @@ class World:
             server.is_up = False
             return [lambda: setattr(server, "is_up", True)]
         elif kind == "registry_disk":
-
-            def fails() -> None:
-                if self.random.random() < 0.5:
-                    raise DISK_ERRORS["EIO"]()
-
-            self.files.fails = fails
+            self.files.fails = self._fail_half
             return [lambda: setattr(self.files, "fails", lambda: None)]
         elif kind == "power":
             for name in self.processes:
@@ -281,6 +276,10 @@ class World:
             self._named = what if wanted is None or wanted.live is None else (*what, wanted.live)
             return [lambda: setattr(self, "_named", ())]
         return []
+
+    def _fail_half(self) -> None:
+        if self.random.random() < 0.5:
+            raise DISK_ERRORS["EIO"]()
 
     async def _operate(self, kind: str, what: tuple[Any, ...]) -> None:
         fleet, now = FleetRegistry(self.open_registry()), self.server.now
@@ -448,9 +447,11 @@ class World:
 
     def _steady_since(self) -> float | None:
         """Return since when there is a way; None if there is none, or faults are in it."""
-        is_too_slow = sum(self.network.slow_s.values()) > PATIENCE_S / 12
+        wanted, slow_s = self.wanted(), sum(self.network.slow_s.values())
+        # To connect and ask is six messages, at two processes; those of a canary are connected anew more often.
+        is_too_slow = slow_s > PATIENCE_S / (12 if wanted is None or wanted.canary is None else 13)
         # Without memory for one more version, one that has forked must go before it is there again.
-        is_full = (wanted := self.wanted()) is None or len(set(wanted.hold)) >= self.memory_versions
+        is_full = wanted is None or len(set(wanted.hold)) >= self.memory_versions
         may_go = is_full and any(event.kind == "failover" for event in self.scenario.events)
         if self._unhealed or self.network.loss or self._way_since is None or is_too_slow or may_go:
             return None
