@@ -95,14 +95,15 @@ class LeveredTable:
     @cached_property
     def stored(self) -> tuple[tuple[TableSpec, ...], DividedTable | None]:
         """Return the tables that it is stored as, and how it is divided into them, if it is."""
-        return self.table.compiled(self.kept_rows)
+        return self.table.compiled(None if self.table.keys else self.kept_rows)
 
     @property
     def class_bytes(self) -> int:
-        """Count the bytes that say which row is where, and those of projections, which make narrow rows wide."""
+        """Count the bytes that say which row is where, keys' too, and of projections, which make narrow rows wide."""
         (parts, divided), width = self.stored, self.table.width
         projections = sum(4 * part.embedding_dim * width for part in parts if part.embedding_dim < width)
-        return projections + (0 if divided is None else classes_bytes(divided, parts))
+        keys = sum(part.num_embeddings * part.key_bytes * len(part.slice_dims) for part in parts)
+        return projections + keys + (0 if divided is None else classes_bytes(divided, parts))
 
     @cached_property
     def stored_bytes(self) -> int:
@@ -115,13 +116,15 @@ class LeveredTable:
 
     @property
     def is_indivisible(self) -> bool:
-        """Return whether its rows can't be divided by popularity."""
-        return bool(self.table.column_dims) or self.table.id_mapping.kind == "quotient_remainder"
+        """Return whether its rows can't be divided by popularity, nor pruned."""
+        by_column_or_key = self.table.column_dims or self.table.keys
+        return bool(by_column_or_key) or self.table.id_mapping.kind == "quotient_remainder"
 
     @property
     def is_divided(self) -> bool:
-        """Return whether its description stores it in several tables, pruning aside."""
-        return len(self.stored[0]) > 1 or bool(self.table.column_dims or self.table.project_to)
+        """Return whether it can't be made parts of: it has some, columns or keys, pruning aside."""
+        table = self.table
+        return len(self.stored[0]) > 1 or bool(table.column_dims or table.project_to or table.keys)
 
     @cached_property
     def changed(self) -> int:

@@ -85,8 +85,9 @@ class NearRows:
 
 
 def stored_row_bytes(layout: TableLayout) -> Float64Array:
-    """Return the bytes of a stored row of each table, float64 [tables]."""
-    return np.array([RowFormat.of(table.dtype, table.embedding_dim).row_bytes for table in layout.tables], np.float64)
+    """Return the bytes of a stored row of each table, with its key's, float64 [tables]."""
+    rows = [RowFormat.of(table.dtype, table.embedding_dim).row_bytes + table.key_bytes for table in layout.tables]
+    return np.array(rows, np.float64)
 
 
 class StoredLookups(NamedTuple):
@@ -160,8 +161,9 @@ class ShardLookups:
         num_bags = (1 - sends_all) * hit.sum(axis=0) + sends_all * all_bags.sum()
         num_keys = (1 - sends_all) * is_hit.sum(axis=0) + sends_all * np.count_nonzero(all_bags)
         is_used = 1 - np.prod(1 - is_hit, axis=0)
-        # Numbers are int32 where every row of the model fits it.
-        number_bytes = 4 if max(table.num_embeddings for table in layout.tables) <= 2**31 else 8
+        # Numbers are int32 where every row of the model fits it, and none is named by a key.
+        is_wide = layout.has_keys or max(table.num_embeddings for table in layout.tables) > 2**31
+        number_bytes = 8 if is_wide else 4
         ids, offsets = values.sum(axis=0) * number_bytes, (num_bags + is_used) * number_bytes
         keys = num_keys * np.where(8 * num_keys > SMALL_ARRAY_BYTES, 8, 12)
         dims = np.array([table.embedding_dim for table in layout.tables], np.float64)[:, None]

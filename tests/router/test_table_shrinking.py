@@ -156,6 +156,18 @@ def test_a_composed_table_has_the_textbooks_bytes() -> None:
     assert proposal.steps[0].changed_share is None
 
 
+def test_a_table_with_keys_is_stored_whole_in_fewer_bits() -> None:
+    """With 20 bytes a key, in each slice."""
+    keyed = TableDescription(
+        name="users", keys="int64", capacity=1000, embedding_dim=32, column_dims=(16, 16), feature_names=("user",)
+    )
+    whole = LeveredTable.of(keyed, {}, RowLookups.alone(np.arange(1000), of_ids=False))
+    assert whole.stored_bytes == 1000 * 2 * (16 + 8 + 20)
+    proposal, (after,) = Propose(limit_bytes=1).make((whole,))
+    assert [step.lever for step in proposal.steps] == ["precision", "shard"]
+    assert (str(after), after.stored_bytes) == ("1000 x 32 int4", 1000 * 2 * (8 + 4 + 20))
+
+
 def test_blocks_and_dtypes_have_the_bytes_of_their_parts() -> None:
     rng = np.random.default_rng(0)
     counts = np.sort(rng.zipf(1.2, 1000) % 1000)[::-1]

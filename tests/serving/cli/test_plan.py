@@ -144,6 +144,18 @@ def test_a_plan_for_cpus_has_the_bytes_of_the_engine(tmp_path: Path, shards: int
     assert plan.fits_in_ram == (ram_bytes == 10**6)
 
 
+def test_a_plan_of_a_table_with_keys_has_its_index_and_wide_keys(tmp_path: Path) -> None:
+    """72 bytes of a row of 64 codes, and 20 of its key; a request's 500 keys are of 8 bytes."""
+    table = {"name": "users", "keys": "int64", "capacity": 400_000_000, "embedding_dim": 64, "dtype": "int8"}
+    features = [{"name": "user", "side": "candidate"}]
+    tables = [table | {"feature_names": ["user"]}]
+    described = {"model": "big", "tables": tables, "features": features, "dense_model": {"kind": "mlp"}}
+    (tmp_path / "big.json").write_text(json.dumps(described))
+    plan = planned("--model", tmp_path / "big.json", "--shards", 16, "--ram-gb", 64, "--cores", 1)
+    assert plan.ram_bytes == pytest.approx(400e6 / 16 * (72 + 20), rel=0.01)
+    assert plan.network.ids_bytes == pytest.approx(500 * 8)
+
+
 def test_a_plan_without_gpus_takes_cores_memory_and_measured_rows_of_this_machine(tmp_path: Path) -> None:
     folder, _ = write_snapshot(tmp_path, pooled_spec())
     plan, faster = (planned("--model", folder, *more) for more in ((), ("--measure", "--cores", 8)))
