@@ -37,7 +37,6 @@ LONGEST = (
     "serving/cli/test_protection.py",
     "serving/cli/test_registered.py",
     "loadtest/peers/test_peers.py",
-    "serving/training/test_keyed_movielens.py",
     "serving/cli/test_cli_group.py",
     "serving/test_hostile_messages.py",
     "serving/api/test_tls_and_tokens.py",

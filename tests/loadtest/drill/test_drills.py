@@ -39,7 +39,10 @@ def run(folder: Path, arguments: str, *, exit_codes: tuple[int, ...] = (0,)) -> 
     return report
 
 
-@pytest.mark.parametrize("rows", ["", "--keyed --upserts-per-s 500 --max-ratio-p99-upserts 1000 "])
+@pytest.mark.parametrize(
+    "rows",
+    [pytest.param("", marks=pytest.mark.nightly), "--keyed --upserts-per-s 500 --max-ratio-p99-upserts 1000 "],
+)
 def test_swap(tmp_path: Path, rows: str):
     # How fast a busy machine answers is not what is tested here.
     report = run(tmp_path, f"swap {SMALL}{rows}--swaps 2 --rate 10 --replicas 1 --pause-s 1 --max-ratio-p99 1000")

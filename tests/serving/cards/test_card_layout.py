@@ -44,7 +44,7 @@ def test_every_column_of_the_inputs_comes_from_one_place(kind, levers, most):
     layout = CardLayout(spec, schema, torch.float32)
     runs, size = layout.runs(most), layout.size(most)
     read_twice = {feature.name for feature, n in zip(schema.features, layout.values_per_id, strict=True) if n == 2}
-    assert read_twice == ({"film", "seen", "history", "tag", "liked"} if levers else set())
+    assert read_twice == ({"film", "seen", "history", "tag", "liked", "genre"} if levers else set())
     written = np.zeros(runs.out_elements, np.int8)
     for key, table in enumerate(runs.tables.tolist()):
         bags = most.num_values if runs.modes[key] == MODES["none"] else int(size.bags_per_key[key])

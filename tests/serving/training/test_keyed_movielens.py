@@ -63,6 +63,12 @@ def expected_counts(folder: Path) -> tuple[Counter[str], int]:
     return counts, most
 
 
+def test_its_help_says_what_it_takes() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
+    assert "--forget-after BLOCKS" in done.stdout
+
+
+@pytest.mark.nightly
 def test_the_fleet_scores_as_the_trainer_does_after_every_block(report: dict[str, Any]) -> None:
     """Known keys by the rows that were upserted, new and deleted ones by the mean, with the dense weights in step."""
     forgetting = report["keyed, forgetting"]
@@ -70,6 +76,7 @@ def test_the_fleet_scores_as_the_trainer_does_after_every_block(report: dict[str
     assert forgetting["served"]["auc"] == pytest.approx(forgetting["auc"][0], abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_keys_are_upserted_deleted_and_missing_as_they_come_and_go(report: dict[str, Any], folder: Path) -> None:
     expected, most = expected_counts(folder)
     assert min(expected.values()) > 0
@@ -78,6 +85,7 @@ def test_keys_are_upserted_deleted_and_missing_as_they_come_and_go(report: dict[
     assert report["keyed, forgetting"]["bytes"] == most * BYTES_OF_KEY
 
 
+@pytest.mark.nightly
 def test_what_is_compared_has_the_bytes_that_it_says(report: dict[str, Any], folder: Path) -> None:
     data = read_movielens(folder)
     num_ids = np.unique(data.user_index).size + np.unique(data.film_index).size
