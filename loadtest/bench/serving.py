@@ -37,17 +37,7 @@ from loadtest.load.config import TOLERANCES, bench_load
 from loadtest.load.generator import Generators
 from loadtest.servers import THIS_CHECKOUT, Server, check_scores, checked_checkout, commit_of, summed
 from loadtest.servers import serving as serving_process
-from loadtest.workloads.catalog import (
-    BENCH_REQUESTS,
-    BENCH_SEED,
-    EQUAL_REQUESTS,
-    BenchShape,
-    BenchWorkload,
-    Head,
-    SideSplit,
-    bench_spec,
-    bench_workload,
-)
+from loadtest.workloads import catalog
 from loadtest.workloads.payloads import APIS, Api
 from loadtest.workloads.prepare import write_random_snapshot
 from router.plan import Plan
@@ -82,7 +72,7 @@ class Limit:
         # As servers do once they have started.
         settle_heap()
 
-    async def compute(self, workload: BenchWorkload, batch_requests: float, seconds: float) -> Values:
+    async def compute(self, workload: catalog.BenchWorkload, batch_requests: float, seconds: float) -> Values:
         """Score batches for some time; sizes next to the mean, `batch_requests`, are mixed to it."""
         requests, times, small = 0, list[float](), int(batch_requests)
         batches = {size: _batches(workload, size) for size in (small, small + 1)}
@@ -113,14 +103,14 @@ class Limit:
 
 
 @lru_cache(maxsize=4)
-def requests_of(workload: BenchWorkload) -> list[RankRequest]:
+def requests_of(workload: catalog.BenchWorkload) -> list[RankRequest]:
     """Make the pool's requests, not encoded."""
-    made, rng = bench_workload(workload), np.random.default_rng(BENCH_SEED)
-    return [made.request(rng) for _ in range(BENCH_REQUESTS)]
+    made, rng = catalog.bench_workload(workload), np.random.default_rng(catalog.BENCH_SEED)
+    return [made.request(rng) for _ in range(catalog.BENCH_REQUESTS)]
 
 
 @lru_cache(maxsize=8)
-def _batches(workload: BenchWorkload, size: int) -> list[MergedBatch]:
+def _batches(workload: catalog.BenchWorkload, size: int) -> list[MergedBatch]:
     """Every request of the pool once or twice, in batches of `size`."""
     requests = requests_of(workload)
     cycled = [requests[number % len(requests)] for number in range(-(-len(requests) // size) * size)]
@@ -142,15 +132,15 @@ class ServedModel:
 
     bench: Bench
     generators: Generators
-    shape: BenchShape
-    head: Head
+    shape: catalog.BenchShape
+    head: catalog.Head
     snapshot: Path
     dtype: NumberFormat
     seconds: float
 
-    def workload(self, hotness: int, changed: Mapping[str, Any] | None = None) -> BenchWorkload:
+    def workload(self, hotness: int, changed: Mapping[str, Any] | None = None) -> catalog.BenchWorkload:
         """Return requests for this model, with changes of their shape."""
-        return BenchWorkload(shape=self.shape.model_copy(update=changed), head=self.head, hotness=hotness)
+        return catalog.BenchWorkload(shape=self.shape.model_copy(update=changed), head=self.head, hotness=hotness)
 
     def served(self, name: str, *flags: str, checkout: Path | None = None) -> AbstractContextManager[Server]:
         """Serve it; the log has the server's name."""
@@ -158,14 +148,14 @@ class ServedModel:
         click.echo(f"starting a server: {name}")
         return serving_process(self.snapshot, arguments, log, checkout)
 
-    def load(self, server: Server, workload: BenchWorkload, api: Api, in_flight: int = FULL_LOAD) -> Values:
+    def load(self, server: Server, workload: catalog.BenchWorkload, api: Api, in_flight: int = FULL_LOAD) -> Values:
         """Measure a server that is kept busy."""
         load, before = bench_load(server.target(api), api, workload), _batch_counts(server)
         values = self.bench.busy_values(self.generators, load, server, in_flight, self.seconds)
         requests, batches = (after - count for after, count in zip(_batch_counts(server), before, strict=True))
         return {**values, "batch": requests / batches}
 
-    def scores(self, server: Server, workload: BenchWorkload, api: Api) -> list[Float32Array]:
+    def scores(self, server: Server, workload: catalog.BenchWorkload, api: Api) -> list[Float32Array]:
         """Return a server's scores of a few requests."""
         load = bench_load(server.target(api), api, workload)
         return [self.generators.scores(load, request) for request in range(CHECKED_REQUESTS)]
@@ -212,7 +202,7 @@ def tables_of(model: ServedModel, limit: Limit, server: Server, hotness: int, ap
     singles: dict[str, Subject] = {LIMIT: lambda number: {P50: limit_ms(number)}}
     singles |= {api: partial(single, api) for api in apis}
     varied = {"candidates": "50-150:100", "varied": True}
-    forms: dict[str, Subject] = {"equal": partial(changed, EQUAL_REQUESTS), "varied": partial(changed, varied)}
+    forms: dict[str, Subject] = {"equal": partial(changed, catalog.EQUAL_REQUESTS), "varied": partial(changed, varied)}
     return [
         BenchTable(f"{title}, {FULL_LOAD} in flight", LOADED_MEASURES, loads, setup),
         BenchTable(f"{title}, one in flight", SINGLE_MEASURES, singles, setup),
@@ -297,7 +287,7 @@ def measure_sides(
 
 
 @bench_command
-@click.option("--head", type=click.Choice(get_args(Head)), default="mlp", show_default=True)
+@click.option("--head", type=click.Choice(get_args(catalog.Head)), default="mlp", show_default=True)
 @click.option("--hotness", type=click.IntRange(1, 1000), multiple=True, default=(1, 20), help="Ids a bag. Repeatable.")
 @click.option("--api", "apis", type=click.Choice(APIS), multiple=True, default=("grpc-packed", "oip-http", "json"))
 @click.option("--rows", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of the one table.")
@@ -310,11 +300,11 @@ def measure_sides(
 @opts.switch("--keyed", "Rows named by keys, compared with rows named by a vocabulary.")
 def serving(
     bench: Bench,
-    head: Head,
+    head: catalog.Head,
     hotness: tuple[int, ...],
     apis: tuple[Api, ...],
     rows: int,
-    side_split: SideSplit,
+    side_split: catalog.SideSplit,
     seconds: float,
     dtype: DtypeChoice,
     against: Path | None,
@@ -336,7 +326,7 @@ def serving(
       git worktree add --detach ../before HEAD~10
       shardrank loadtest bench serving --against ../before --json against.json
     """
-    shape = BenchShape.of(rows, varied=True, side_split=side_split)
+    shape = catalog.BenchShape.of(rows, varied=True, side_split=side_split)
     if keyed and against is not None:
         raise click.UsageError("--keyed goes without --against")
     old = None if against is None else checked_checkout(against)
@@ -345,9 +335,11 @@ def serving(
         def written(**changed: Any) -> ServedModel:
             click.echo(f"writing {rows} rows")
             of = shape.model_copy(update=changed)
-            workloads = [bench_workload(BenchWorkload(shape=of, head=head, hotness=ids)) for ids in hotness]
+            workloads = [
+                catalog.bench_workload(catalog.BenchWorkload(shape=of, head=head, hotness=ids)) for ids in hotness
+            ]
             store = bench.folder / "-".join(["store", *changed.values()])
-            snapshot = write_random_snapshot(bench_spec(of, head), store, workloads=workloads)
+            snapshot = write_random_snapshot(catalog.bench_spec(of, head), store, workloads=workloads)
             return ServedModel(bench, generators, of, head, snapshot, choose_dtype(dtype), bench.seconds(seconds))
 
         if keyed:

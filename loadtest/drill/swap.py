@@ -103,6 +103,9 @@ async def upserting(config: SwapDrillConfig, fleet: OracleFleet, course: SwapCou
             await asyncio.to_thread(stack.enter_context, running)
         with timed(course.upserting):
             yield
+            nodes = [node for node in await fleet.registry.nodes() if node.kind == "shard"]
+        applied = min(of.delta_sequence for node in nodes for of in node.versions if of.version == live)
+        course.counted["deltas_applied_per_s"] = applied / config.pause_s
         with timed(course.excluded):
             await asyncio.to_thread(stack.close)
 
@@ -142,6 +145,8 @@ def swap_figures(config: SwapDrillConfig, course: SwapCourse, rows_mb: float, an
     }
     limits = [*answer_limits(figures, "stale")]
     limits += [Limit(name, ratio, getattr(config, f"max_{name}")) for name, ratio in ratio_p99.items()]
+    if course.upserting:
+        limits.append(Limit("deltas_applied_per_s", figures["deltas_applied_per_s"], 1, "at least"))
     # A version that is not freed adds its rows, once for each replica, with every swap: a tenth of one copy is allowed.
     if len(rss) >= MIN_SAMPLES:
         limits.append(Limit("rss_mb_per_swap", figures["rss_mb_per_swap"], 0.1 * rows_mb))

@@ -45,10 +45,11 @@ def run(folder: Path, arguments: str, *, exit_codes: tuple[int, ...] = (0,)) -> 
 )
 def test_swap(tmp_path: Path, rows: str):
     # How fast a busy machine answers is not what is tested here.
-    report = run(tmp_path, f"swap {SMALL}{rows}--swaps 2 --rate 10 --replicas 1 --pause-s 1 --max-ratio-p99 1000")
+    report = run(tmp_path, f"swap {SMALL}{rows}--swaps 2 --rate 10 --replicas 1 --pause-s 3 --max-ratio-p99 1000")
     assert report["swaps"] == 2
     assert ("answers_during_upserts" in report) == bool(rows)
     assert report.get("answers_during_upserts", 1) > 0
+    assert 0 < report.get("deltas_applied_per_s", 10) <= 40
     assert report["answers"] > 24
     assert [report[key] for key in (*NOT_RIGHT, "stale")] == [0, 0, 0, 0]
     assert min(report["answers_steady"], report["answers_during_swap"]) > 0
