@@ -144,7 +144,7 @@ class AccessCounter:
             with self._queue_lock:
                 queue, self._queue, self._num_queued = self._queue, [], 0
             if queue:
-                parts = [(made, np.broadcast_to(counts, made.shape)) for make, counts in queue for made in [make()]]
+                parts = [(made := make(), np.broadcast_to(counts, made.shape)) for make, counts in queue]
                 keys, counted = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
                 new, known = AccessCounts.from_lookups(keys, counted), self._counts
                 if self._half_life is not None:

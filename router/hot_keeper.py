@@ -300,7 +300,7 @@ class HotRowsKeeper:
 
     def _hottest(self, learned: AccessCounter) -> Int64Array:
         counted = learned.fold()
-        self.rows.numbers.keep(np.union1d(counted.keys, self.rows.current.keys))
+        self.rows.numbers.keep(counted.keys, self.rows.current.keys)
         return self._budget.fitting(counted.most_frequent(self._budget.capacity).hottest_first())
 
     async def _build(self, shards: Sequence[ReplicatedShard], keys: Int64Array) -> bool:

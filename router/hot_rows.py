@@ -86,13 +86,13 @@ class KeyNumbers:
             rows[is_of] = keys[rows[is_of]]
         return rows
 
-    def keep(self, counted: Int64Array) -> None:
+    def keep(self, *counted: Int64Array) -> None:
         """Forget the numbers of all others, if more than half are given."""
         for table, keys in self._keys.items():
             assert self._numbers is not None
             if 2 * self._numbers.num_keys(table) > keys.size:
-                kept = counted[counted >> TABLE_SHIFT == table] - (table << TABLE_SHIFT)
-                others = np.setdiff1d(np.arange(keys.size), kept)
+                kept = [part[part >> TABLE_SHIFT == table] - (table << TABLE_SHIFT) for part in counted]
+                others = np.setdiff1d(np.arange(keys.size), np.concatenate(kept))
                 is_given = self._numbers.find(table, keys[others]) == others
                 self._numbers.remove(table, keys[others[is_given]])
 

@@ -21,7 +21,7 @@ from loadtest.drill.config import Fault, GreyDrillConfig, Judged, Limit, Report
 from loadtest.drill.crash import GIVE_UP_S, MAX_RECOVERY_S, PREFIXES
 from loadtest.drill.fleet import OracleFleet, TimeSpan, count_kinds, oracle_fleet, overlaps, polled
 from loadtest.drill.oracle import oracle_spec
-from loadtest.drill.proxy import TcpProxy, tcp_proxy
+from loadtest.drill.proxy import TcpProxy, listening
 from loadtest.drill.trainer import running_trainer
 from loadtest.errors import LoadError
 from loadtest.load.result import OK, Rows, percentiles
@@ -50,7 +50,7 @@ async def run_drill(config: GreyDrillConfig, folder: Path, progress: Progress) -
     async with contextlib.AsyncExitStack() as stack:
         for fault in sorted(set(config.faults) & DISKS.keys()):
             stack.enter_context(small_disk(folder / DISKS[fault]))
-        proxy = await stack.enter_async_context(tcp_proxy(lambda: asyncio.open_connection(HOST, node_port)))
+        proxy = await stack.enter_async_context(listening(TcpProxy(lambda: asyncio.open_connection(HOST, node_port))))
         processes: dict[str, dict[str, Any]] = {
             BEHIND_PROXY: {"listen": [f"{HOST}:{node_port}"], "advertise": f"{HOST}:{proxy.port}"},
             MAPPED: {"memory_budget_gb": 0.0, "max_memory_gb": MAPPED_GB},

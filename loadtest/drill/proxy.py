@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 Connect: TypeAlias = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 Pieces: TypeAlias = asyncio.Queue[tuple[float, bytes]]
@@ -85,11 +86,13 @@ class TcpProxy:
             self.serving.discard(asyncio.current_task())
 
 
+Proxy = TypeVar("Proxy", bound=TcpProxy)
+
+
 @contextlib.asynccontextmanager
-async def tcp_proxy(connect: Connect) -> AsyncIterator[TcpProxy]:
-    """Run a proxy on a port of 127.0.0.1."""
-    proxy = TcpProxy(connect)
-    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+async def listening(proxy: Proxy, tls: ssl.SSLContext | None = None) -> AsyncIterator[Proxy]:
+    """Run a proxy on a port of 127.0.0.1; with `tls`, clients have to speak TLS."""
+    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=tls)
     proxy.port = listener.sockets[0].getsockname()[1]
     try:
         yield proxy

@@ -344,13 +344,13 @@ def _read_unexpired(
     if bool(updated) != (expire_before is not None):
         raise ExportError("--updated and --expire-before go with each other")
     _check_tables("--updated (of those with --keys)", keys, updated)
-    kept = dict[str, "npt.NDArray[np.bool_]"]()
+    before, kept = _seconds_of(expire_before or "0"), dict[str, "npt.NDArray[np.bool_]"]()
     for table, file in updated.items():
         times = map_npy(Path(file))
         if times.dtype.kind not in "iu" or times.shape != (len(keys[table]),):
             told = f"expected integers [{len(keys[table])}], one for each key, got {times.dtype} {list(times.shape)}"
             raise ExportError(f"--updated: {file}: {told}")
-        chosen, of = times >= _seconds_of(expire_before or ""), keys[table]
+        chosen, of = times >= before, keys[table]
         click.echo(f"table {table}: {len(of) - chosen.sum()} of {len(of)} keys are left out")
         if not chosen.any():
             raise ExportError(f"--expire-before {expire_before}: no key of table {table!r} is left")

@@ -187,7 +187,7 @@ class KeyedTables:
         keys: Int64Array,
         stored: npt.NDArray[np.uint8] | None,
         change: Callable[[Sequence[RowWrite], Sequence[Callable[[], object]]], object],
-        claim: Callable[[Sequence[Upsert]], object] = len,
+        claim: Callable[[Sequence[Upsert]], object] = lambda plans: None,
     ) -> tuple[int, int]:
         """Change keys and rows of an engine, as `Engine.update_keys`. One thread at a time.
 
@@ -199,8 +199,10 @@ class KeyedTables:
         by_table = [] if stored is None else self.layout.rows_by_table(tuple(tables), keys, stored)
         # Slices of a table may be on different nodes.
         of_tables = dict(zip(tables, (self.local(table, keys).nonzero()[0] for table in tables), strict=True))
-        present = [at[self.find(table, keys[at]) != ABSENT] for table, at in of_tables.items()]
         plans = [self.plan_upsert(table, keys[of_tables[table]]) for table, _ in by_table]
+        # Deletions have no plans.
+        present = [at[~plan.is_new] for at, plan in zip(of_tables.values(), plans, strict=False)]
+        present = present or [at[self.find(table, keys[at]) != ABSENT] for table, at in of_tables.items()]
         claim(plans)
         here = functools.reduce(np.union1d, of_tables.values())
         for begin in range(0, here.size, KEYS_PER_WRITE):

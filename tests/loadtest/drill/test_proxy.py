@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from loadtest.drill.proxy import TcpProxy, tcp_proxy
+from loadtest.drill.proxy import TcpProxy, listening
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -19,7 +19,7 @@ async def proxied() -> AsyncIterator[tuple[TcpProxy, Ends, Ends]]:
     accepted = asyncio.Queue[Ends]()
     server = await asyncio.start_server(lambda *ends: accepted.put_nowait(ends), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with tcp_proxy(lambda: asyncio.open_connection("127.0.0.1", port)) as proxy:
+    async with listening(TcpProxy(lambda: asyncio.open_connection("127.0.0.1", port))) as proxy:
         client = await asyncio.open_connection("127.0.0.1", proxy.port)
         yield proxy, client, await accepted.get()
     server.close()

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import ssl
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from loadtest.drill.proxy import READ_BYTES, Connect, Direction, Pieces, TcpProxy
+from loadtest.drill.proxy import READ_BYTES, Direction, Pieces, TcpProxy, listening
 from shardrank_testing.registries import RedisServer
 
 _LOOK_S = 0.005
@@ -62,24 +62,11 @@ class CountedProxy(TcpProxy):
         await TcpProxy.serve(self, reader, writer)
 
 
-@contextlib.asynccontextmanager
-async def counted_proxy(connect: Connect, tls: ssl.SSLContext | None = None) -> AsyncIterator[CountedProxy]:
-    """Run a proxy on a port of 127.0.0.1; with `tls`, clients have to speak TLS."""
-    proxy = CountedProxy(connect)
-    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=tls)
-    proxy.port = listener.sockets[0].getsockname()[1]
-    try:
-        yield proxy
-    finally:
-        listener.close()
-        proxy.cut()
-
-
 def redis_proxy(
     server: RedisServer, tls: ssl.SSLContext | None = None
 ) -> contextlib.AbstractAsyncContextManager[CountedProxy]:
     """A proxy of a server on a Unix socket."""
-    return counted_proxy(lambda: asyncio.open_unix_connection(str(server.socket_path)), tls)
+    return listening(CountedProxy(lambda: asyncio.open_unix_connection(str(server.socket_path))), tls)
 
 
 @contextlib.contextmanager
@@ -89,7 +76,7 @@ def threaded_proxy(port: int) -> Iterator[CountedProxy]:
     ready, stop = threading.Event(), threading.Event()
 
     async def program() -> None:
-        async with counted_proxy(lambda: asyncio.open_connection("127.0.0.1", port)) as proxy:
+        async with listening(CountedProxy(lambda: asyncio.open_connection("127.0.0.1", port))) as proxy:
             found.append(proxy)
             ready.set()
             while not stop.is_set():  # noqa: ASYNC110
