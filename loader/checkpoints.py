@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loader.errors import CheckpointError, ExportError, cut
+from loader.snapshot.buckets import Int64Array
 from loader.snapshot.codecs import Float32Array
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import FLOAT_DTYPES, ArrayRows, RowSource, file_fingerprint
@@ -63,8 +64,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 class Checkpoint(ABC):
     """Named tensors that are read only when asked for.
 
-    Every method raises CheckpointError if there is no such tensor, or it can't be read.
+    Every method raises CheckpointError if there is no such tensor, or it can't be read. `told` is what whoever takes it
+    into a snapshot should know of it.
     """
+
+    told: Sequence[str] = ()
 
     def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
         self.path = path
@@ -85,6 +89,15 @@ class Checkpoint(ABC):
     @abstractmethod
     def rows(self, name: str) -> RowSource:
         """Return a matrix of floats as a source of rows. Raises CheckpointError if it is not one."""
+
+    def keys(self, name: str) -> Int64Array | None:
+        """Return the keys that name a table's rows, int64 [n], in their order; None if their numbers do."""
+        return None
+
+    @property
+    def tables(self) -> Mapping[str, str]:
+        """Tensors that are tables whatever a model's description says, and their number format."""
+        return {}
 
     def _entry(self, name: str) -> Any:
         if name not in self._entries:
@@ -244,8 +257,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     raise CheckpointError(f"{at}: file name must end in one of {allowed}")
 
 
+def open_state_dict(model: torch.nn.Module | Mapping[str, Any]) -> Checkpoint:
+    """Take a module, or its state dict, as it is now for a checkpoint; nested dicts are flattened as of a file."""
+    content = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    return _MappedCheckpoint(Path("state dict"), _entries(None, content))
+
+
 class _Mapped(NamedTuple):
-    file: Path
+    file: Path | None
     shape: tuple[int, ...]
     load: Callable[[], torch.Tensor]
 
@@ -267,7 +286,7 @@ class _MappedCheckpoint(Checkpoint):
         try:
             return ArrayRows(tensor, file, name)
         except ExportError as error:
-            raise CheckpointError(f"{file}: tensor {name!r}: {error}") from error
+            raise CheckpointError(f"{file or self.path}: tensor {name!r}: {error}") from error
 
 
 def _safetensors(files: list[Path]) -> dict[str, _Mapped]:
@@ -298,6 +317,10 @@ def _state_dict(path: Path) -> dict[str, _Mapped]:
         raise CheckpointError(f"{path}: can't be read as a state_dict in torch's zip format: {error}") from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a state_dict")
+    return _entries(path, content)
+
+
+def _entries(path: Path | None, content: Mapping[Any, Any]) -> dict[str, _Mapped]:
     return {name: _Mapped(path, tuple(tensor.shape), tensor.detach) for name, tensor in _flattened(content, "")}
 
 
@@ -316,15 +339,19 @@ def match_checkpoint(
     spec: ModelSpec,
     dense_prefix: str | None = None,
     table_keys: Mapping[str, str] | None = None,
+    *,
+    none_dense: bool = False,
 ) -> tuple[dict[str, RowSource], dict[str, torch.Tensor]]:
     """Split a checkpoint into the rows of every table and the dense model's state dict.
 
     A table's rows are, after any prefix, `embedding_bags.<table>.weight` or `embeddings.<table>.weight`, and if there
-    is neither, `<table>.weight` or `tables.<table>`; `table_keys` has the key of other tables. Those of a divided
-    table are under its name, to be divided; or, where training has divided it or its parts differ in width, under its
-    parts' names. In names `/` stands for a dot as well, which modules can't have. Projections, `projections.<part>`,
-    belong to the dense model wherever they are; that of a table is that of every part which has none. The dense model
-    has the keys that start with `dense_prefix`, without it; with None, all that are no table.
+    is neither, `<table>.weight` or `tables.<table>`, else `<table>`; `table_keys` has the key of other tables. Those of
+    a divided table are under its name, to be divided; or, where training has divided it or its parts differ in width,
+    under its parts' names. In names `/` stands for a dot as well, which modules can't have. Projections,
+    `projections.<part>`, belong to the dense model wherever they are; that of a table is that of every part which has
+    none. The dense model
+    has the keys that start with `dense_prefix`, without it; with None, all that are no table; or, `none_dense`, none.
+    Tables that the checkpoint alone has are left out, and told, if they can't be anything else.
 
     Raises CheckpointError if a table's key is missing or ambiguous (the message lists the candidates), a shape differs
     from the spec, the checkpoint has a table that the spec does not, or nothing starts with `dense_prefix`.
@@ -342,15 +369,28 @@ def match_checkpoint(
         # As many rows as there are keys, which the checkpoint does not have.
         expected = (*checkpoint.shape(key)[:1], shape[1]) if name in with_keys else shape
         _check_shape(checkpoint, f"table {name!r}", key, expected)
+        if name not in with_keys and checkpoint.keys(key) is not None:
+            raise CheckpointError(f"{checkpoint.path}: table {name!r}: {key!r} has keys, the description gives it none")
         table_of_key[key] = name
-    others = [name for name in names if name not in table_of_key]
+    left_out = sorted(set(checkpoint.tables) - table_of_key.keys())
+    checkpoint.told = (*checkpoint.told, *(f"{name}: left out, the description has no such table" for name in left_out))
+    others = [name for name in names if name not in table_of_key and name not in left_out]
     projections = _projection_keys(checkpoint, spec, others)
     others = [name for name in others if name not in set(projections.values())]
-    dense = _dense_keys(checkpoint, others, dense_prefix) | projections
+    dense = ({} if none_dense else _dense_keys(checkpoint, others, dense_prefix)) | projections
     return (
         {table: checkpoint.rows(key) for key, table in table_of_key.items()},
         {name: checkpoint.tensor(key) for name, key in dense.items()},
     )
+
+
+def keys_of(
+    checkpoint: Checkpoint, tables: Iterable[str], table_keys: Mapping[str, str] | None = None
+) -> dict[str, Int64Array]:
+    """Return the keys that a checkpoint has of tables, found by name as `match_checkpoint` does. Raises as it."""
+    names = checkpoint.names()
+    keyed = {name: (table_keys or {}).get(name) or _key_of(checkpoint, name, None, names) for name in tables}
+    return {name: keys for name, key in keyed.items() if (keys := checkpoint.keys(key)) is not None}
 
 
 def _given(
@@ -385,19 +425,17 @@ def _ending_in(names: Iterable[str], *suffixes: Sequence[str]) -> list[str]:
     return []
 
 
-def _key_of(checkpoint: Checkpoint, table: str, shape: tuple[int, int], names: list[str]) -> str:
+def _key_of(checkpoint: Checkpoint, table: str, shape: tuple[int, int] | None, names: list[str]) -> str:
     specific, general = _suffixes(table)
-    keys = _ending_in(names, specific, general)
+    keys = _ending_in(names, specific, general, [table])
     if len(keys) == 1:
         return keys[0]
     where = f"{checkpoint.path}: table {table!r}:"
     if keys:
         raise CheckpointError(f"{where} ambiguous, may be any of {shortened(keys)}")
     candidates = [name for name in names if checkpoint.shape(name) == shape]
-    raise CheckpointError(
-        f"{where} no key ends in any of {specific + general}; keys of its shape {list(shape)}: "
-        f"{shortened(candidates)}; all keys: {shortened(names)}"
-    )
+    of_shape = f"keys of its shape {list(shape)}: {shortened(candidates)}; " if shape is not None else ""
+    raise CheckpointError(f"{where} no key ends in any of {specific + general}; {of_shape}all keys: {shortened(names)}")
 
 
 def _projection_keys(checkpoint: Checkpoint, spec: ModelSpec, names: list[str]) -> dict[str, str]:

@@ -138,7 +138,7 @@ def divide_rows(
                 if table_rows.num_embeddings != table.num_embeddings:
                     size = f"{table_rows.num_embeddings} rows, num_embeddings is {table.num_embeddings}"
                     raise ExportError(f"table {table.name!r}: the source has {size}")
-                source = _PartRows(table_rows, class_of_row, number, part)
+                source = _PartRows(table_rows, class_of_row, number, part.num_embeddings)
             sources[part.name] = source
         if table_counts is not None:
             access_counts |= part_counts(table, parts, table_counts, class_of_row)
@@ -192,19 +192,18 @@ def part_counts(
     return {part.name: _as_uint32(of_part) for part, of_part in zip(parts, by_part, strict=True)}
 
 
-def chosen_rows(table: TableSpec, source: RowSource, chosen: npt.NDArray[np.bool_]) -> RowSource:
+def chosen_rows(table: str, source: RowSource, chosen: npt.NDArray[np.bool_]) -> RowSource:
     """Return some rows of a table with keys, bool [n], in order. Raises ExportError for another number of rows."""
     if source.num_embeddings != chosen.size:
-        raise ExportError(f"table {table.name!r}: {source.num_embeddings} rows, but {chosen.size} keys")
-    part = table.model_copy(update={"num_embeddings": int(chosen.sum())})
-    return _PartRows(source, (~chosen).view(np.uint8), 0, part)
+        raise ExportError(f"table {table!r}: {source.num_embeddings} rows, but {chosen.size} keys")
+    return _PartRows(source, (~chosen).view(np.uint8), 0, int(chosen.sum()))
 
 
 class _PartRows(RowSource):
     """The rows of one class of another source, in order; those of a pruned table's last part end with a mean."""
 
-    def __init__(self, source: RowSource, classes: npt.NDArray[np.uint8], number: int, part: TableSpec) -> None:
-        super().__init__(part.num_embeddings, part.embedding_dim)
+    def __init__(self, source: RowSource, classes: npt.NDArray[np.uint8], number: int, num_rows: int) -> None:
+        super().__init__(num_rows, source.embedding_dim)
         self._source, self._classes, self._number = source, classes, number
         in_class = np.add.reduceat(classes == number, np.arange(0, classes.size, _CHUNK_ROWS), dtype=np.int64)
         self._chunk_ends = np.cumsum(in_class)

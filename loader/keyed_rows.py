@@ -25,6 +25,7 @@ GivenKeys: TypeAlias = npt.NDArray[Any] | Sequence[int] | Sequence[str] | Iterab
 """Keys of a table: one array, memmap or list, or blocks of them; unsigned ones are taken by their bits."""
 
 _BLOCK_BYTES = 16 << 20
+_SORTED_KEYS = 4 << 20
 
 
 def as_keys(where: str, kind: Keys | None, given: Any) -> Int64Array:
@@ -58,10 +59,15 @@ def checked_keys(table: TableSpec, given: GivenKeys) -> Int64Array:
 
 
 def first_twice(keys: Int64Array) -> int | None:
-    """Return the smallest key that is there twice, if one is."""
-    in_order = np.sort(keys)
-    same = np.flatnonzero(in_order[1:] == in_order[:-1])
-    return int(in_order[same[0]]) if same.size else None
+    """Return a key that is there twice, the smallest of few, if one is. Memory is bounded: many are sorted in parts."""
+    parts = -(-keys.size // _SORTED_KEYS)
+    for part in range(parts):
+        of_part = [block[key_buckets(block) % parts == part] for block in np.array_split(keys, parts)]
+        in_order = np.sort(np.concatenate(of_part))
+        same = np.flatnonzero(in_order[1:] == in_order[:-1])
+        if same.size:
+            return int(in_order[same[0]])
+    return None
 
 
 def key_order(keys: Int64Array) -> Int64Array:

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loader.errors import ExportError
-from loader.snapshot.codecs import Float32Array
+from loader.snapshot.codecs import ByteArray, Float32Array
+from loader.snapshot.tables import RowDtype
 
 _SAMPLED_ROWS = 1024
 _NUMPY_DTYPES = (np.float16, np.float32, np.float64)
@@ -32,7 +33,12 @@ def file_fingerprint(path: Path, name: str) -> str:
 
 
 class RowSource(ABC):
-    """A table's rows in training precision, and the shape of the table."""
+    """A table's rows in training precision, and the shape of the table.
+
+    `stored_dtype` is of rows that are stored already as a snapshot would: a table of that dtype takes them as they are.
+    """
+
+    stored_dtype: RowDtype | None = None
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         self.num_embeddings = num_embeddings
@@ -44,6 +50,14 @@ class RowSource(ABC):
 
         A block is only valid until the next is taken. Memory is bounded by `max_rows` rows.
         """
+
+    def stored_blocks(self, first_row: int, max_rows: int) -> Iterator[ByteArray]:
+        """Yield blocks as `blocks` does, as `RowCodec` of `stored_dtype` encodes them: uint8 [k, row_bytes]."""
+        raise NotImplementedError(f"{type(self).__name__}: rows are not stored yet")
+
+    def place(self, row: int) -> str:
+        """Return where a row is, for a message that has named the table and the row; "" if that says it all."""
+        return ""
 
     def fingerprint(self) -> str:
         """Return a text that is equal for the same rows and differs, as far as can be cheaply known, for others.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -234,7 +234,7 @@ class _Export:
         first_row = file_index * rows_per_file
         num_rows = min(rows_per_file, all_rows - first_row)
         block_rows = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
-        codecs = [RowCodec(part.dtype, part.embedding_dim) for part, _ in slices]
+        codecs = [_codec(part) for part, _ in slices]
         # By name: slices of a `mixed` table have different seeds.
         buckets = [RowBuckets.of(part) for part, _ in slices]
         if keys.size:
@@ -244,31 +244,46 @@ class _Export:
         stored = [np.empty((num_rows, codec.row_bytes), np.uint8) for codec in codecs]
         for start in range(0, num_rows, block_rows):
             position, stop = start, min(start + block_rows, num_rows)
-            for block in source.blocks(first_row + start, stop - start):
-                fits = block.ndim == 2 and block.shape[1] == table.embedding_dim and len(block) <= stop - position
-                if not fits or block.dtype != np.float32:
-                    raise ExportError(
-                        f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
-                        f"expected float32 [at most {stop - position}, {table.embedding_dim}]"
-                    )
-                finite = np.isfinite(block)
-                if not finite.all():
-                    row = first_row + position + int(np.argmin(finite.all(axis=1)))
-                    raise ExportError(f"table {table.name!r}, row {row}: holds NaN or inf")
-                local_rows = np.arange(position, position + len(block), dtype=np.int64)
-                for (part, columns), codec, order, rows in zip(slices, codecs, orders, stored, strict=True):
-                    values = block[:, columns]
-                    encoded = codec.encode(values)
-                    if (bad := codec.first_non_finite(encoded)) is not None:
-                        where = f"table {part.name!r}, row {first_row + position + bad}"
-                        extremes = f"{values[bad].min()} to {values[bad].max()}"
-                        raise ExportError(f"{where}: values from {extremes} overflow as {part.dtype}")
-                    rows[order.positions(local_rows)] = encoded
-                position += len(block)
+            for encoded in _encoded(table, slices, source, first_row + start, stop - start):
+                local_rows = np.arange(position, position + len(encoded[0]), dtype=np.int64)
+                for order, rows, of_slice in zip(orders, stored, encoded, strict=True):
+                    rows[order.positions(local_rows)] = of_slice
+                position += local_rows.size
             if position != stop:
                 raise ExportError(f"table {table.name!r}: the source ended at row {first_row + position}")
             progress(f"table {table.name}", first_row + stop, all_rows)
         return {part.name: rows for (part, _), rows in zip(slices, stored, strict=True)}
+
+
+def _codec(table: TableSpec) -> RowCodec:
+    return RowCodec(table.dtype, table.embedding_dim)
+
+
+def _encoded(
+    table: TableSpec, slices: Sequence[tuple[TableSpec, slice]], source: RowSource, first_row: int, num_rows: int
+) -> Iterator[list[ByteArray]]:
+    """Yield the blocks of some rows as each slice stores them. Raises ExportError: a row is not as it should be."""
+    as_stored, end = source.stored_dtype == table.dtype and len(table.slices) == 1, first_row + num_rows
+    for block in source.stored_blocks(first_row, num_rows) if as_stored else source.blocks(first_row, num_rows):
+        width, dtype = (_codec(table).row_bytes, np.uint8) if as_stored else (table.embedding_dim, np.float32)
+        if block.dtype != dtype or block.shape[1:] != (width,) or len(block) > end - first_row:
+            raise ExportError(
+                f"table {table.name!r}: the source gave a block {block.dtype} {list(block.shape)}, "
+                f"expected {np.dtype(dtype)} [at most {end - first_row}, {width}]"
+            )
+        if not as_stored and not (finite := np.isfinite(block)).all():
+            row = first_row + int(np.argmin(finite.all(axis=1)))
+            raise ExportError(f"table {table.name!r}, row {row}{source.place(row)}: holds NaN or inf")
+        encoded: list[ByteArray] = []
+        for part, columns in slices:
+            values: Any = block[:, columns]
+            encoded.append(values if as_stored else _codec(part).encode(values))
+            if (bad := _codec(part).first_non_finite(encoded[-1])) is not None:
+                row, of = first_row + bad, _codec(part).decode(values[bad:][:1]) if as_stored else values[bad]
+                where = f"table {part.name!r}, row {row}{source.place(row)}"
+                raise ExportError(f"{where}: values from {of.min()} to {of.max()} overflow as {part.dtype}")
+        yield encoded
+        first_row += len(block)
 
 
 def _small_files(

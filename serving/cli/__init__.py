@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from keyword import iskeyword
 from typing import Any, get_args
 
 import click
@@ -30,6 +31,8 @@ COMMANDS = {
     "shard-node": "fleet",
     "train": "snapshots",
     "export": "export",
+    "import": "imports",
+    "deltas": "deltas",
     "fit": "fit",
     "plan": "plan",
     "counts": "counts",
@@ -109,7 +112,8 @@ class LazyGroup(GroupWithExamples):
         """Return the command of that name, or None."""
         if cmd_name not in self.modules:
             return None
-        command = getattr(importlib.import_module(self.modules[cmd_name]), cmd_name.replace("-", "_"))
+        name = cmd_name.replace("-", "_")
+        command = getattr(importlib.import_module(self.modules[cmd_name]), f"{name}_" if iskeyword(name) else name)
         assert isinstance(command, click.Command)
         return command
 

@@ -1,8 +1,12 @@
-"""`shardrank export`: a checkpoint and a description become a snapshot, with what makes its tables smaller."""
+"""`shardrank export`: a checkpoint and a description become a snapshot, with what makes its tables smaller.
+
+`shardrank import` does the same with what other systems saved, by the options and functions here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import compress
 from pathlib import Path
@@ -10,26 +14,98 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import click
 
-from loader.errors import CheckpointError, ExportError
+from loader.errors import ExportError
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, progress_bars
-from serving.cli.settings import export_into
-from serving.cli.snapshots import compiled, read_description, suggested_prefix
+from serving.cli.settings import Options, export_into
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from torch import Tensor
 
+    from loader.checkpoints import Checkpoint
     from loader.description import ModelDescription, TableDescription
+    from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.row_classes import RowClasses
     from loader.snapshot.row_source import RowSource
     from loader.snapshot.vocabularies_and_counts import Vocabulary
     from loader.stores.cache import StorePlace
+    from serving.exporting import DenseName
 
     Keys: TypeAlias = npt.NDArray[np.integer[Any]] | list[str]
+
+
+version_options = opts.together(
+    opts.option(
+        "--program",
+        "For a description of the kind `exported`: the file of torch.export.save. It is "
+        "loaded and tried, as a server does: export only what you trust.",
+        opts.EXISTING_FILE,
+    ),
+    opts.count("--version", "The version; default: the next free one."),
+    opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names."),
+    opts.option(
+        "--dense-prefix PREFIX", "Of the dense model's keys; it is cut off. Default: every key that is no table."
+    ),
+    opts.option(
+        "--dense-map",
+        "Where the dense model's tensors come from: a JSON object with a checkpoint's key for each name, or "
+        '{"key": …, "transpose": true}, as Keras\' kernels need.',
+        opts.EXISTING_FILE,
+    ),
+    opts.assignments("--vocabulary TABLE=FILE", "A table's ids: a UTF-8 text file whose line i is the id of row i."),
+    opts.assignments(
+        "--keys TABLE=FILE",
+        "The keys of a table's rows, in their order: an .npy file of integers; of strings a text file, as of "
+        "--vocabulary.",
+    ),
+    opts.assignments("--updated TABLE=FILE", "When a table's keys were updated last: .npy, seconds since 1970."),
+    opts.option(
+        "--expire-before TIME", "Keys --updated before that are left out: seconds since 1970, or a date (UTC)."
+    ),
+    opts.option(
+        "--counts",
+        "How often rows are looked up: what decides which are hot, and so how tables are divided, pruned and placed. "
+        "As `shardrank counts` writes it, for any of the tables. Repeatable: counts are added.",
+        opts.EXISTING,
+        multiple=True,
+    ),
+    opts.ids_option,
+    opts.pruning_options,
+    opts.option(
+        "--keep",
+        "With --prune: rows that stay however rarely they were looked up, in a file as --counts takes it. Repeatable.",
+        opts.EXISTING,
+        multiple=True,
+    ),
+    opts.assignments(
+        "--blocks TABLE=FILE",
+        "The block of each row of a table that training divided: an .npy file of whole numbers [num_embeddings], 0 for "
+        "the first.",
+    ),
+    opts.option("--golden", "Requests with training's scores; see docs/snapshot-format.md.", opts.EXISTING_FILE),
+    opts.option("--golden-from", "Requests in the API's JSON, one a line, in place of --golden.", opts.EXISTING_FILE),
+    opts.option(
+        "--scores",
+        "Of --golden-from, what training computed: an .npy file of all candidates' scores, or the API's answers as "
+        'JSON, one a line: {"scores": […], "outputs": {…}}.',
+        opts.EXISTING_FILE,
+    ),
+    opts.option("--golden-tolerance X", "How far a server's scores may be from them.", opts.ABOVE_ZERO, 0.05),
+    opts.assignments("--metadata KEY=TEXT", "Free text about the training run."),
+    opts.option(
+        "--plan",
+        "A plan file of `shardrank plan --out` for this model, or TorchRec's plan as JSON: columns are sliced as it "
+        "says, and the snapshot carries it.",
+        opts.EXISTING_FILE,
+        name="plan_file",
+    ),
+)
+"""Of a version that a checkpoint and a description become, whatever the checkpoint is."""
+_COMPARED_ROWS = 1 << 16
+WHERE = "Where the snapshot goes: FOLDER/<model>/<version>/, or a URL as `serve` takes it."
 
 
 @click.command(cls=WithExamples)
@@ -41,52 +117,8 @@ if TYPE_CHECKING:
     required=True,
 )
 @opts.option("--model", "The model's description, JSON.", opts.EXISTING_FILE, required=True, name="description")
-@opts.option(
-    "--program",
-    "For a description of the kind `exported`: the file of torch.export.save. It is "
-    "loaded and tried, as a server does: export only what you trust.",
-    opts.EXISTING_FILE,
-)
-@opts.store_options("Where the snapshot goes: FOLDER/<model>/<version>/, or a URL as `serve` takes it.", required=True)
-@opts.count("--version", "The version; default: the next free one.")
-@opts.assignments("--table-key TABLE=KEY", "The checkpoint's key of a table that is not found by TorchRec's names.")
-@opts.option("--dense-prefix PREFIX", "Of the dense model's keys; it is cut off. Default: every key that is no table.")
-@opts.assignments("--vocabulary TABLE=FILE", "A table's ids: a UTF-8 text file whose line i is the id of row i.")
-@opts.assignments(
-    "--keys TABLE=FILE",
-    "The keys of a table's rows, in their order: an .npy file of integers; of strings a text file, as of --vocabulary.",
-)
-@opts.assignments("--updated TABLE=FILE", "When a table's keys were updated last: .npy, seconds since 1970.")
-@opts.option("--expire-before TIME", "Keys --updated before that are left out: seconds since 1970, or a date (UTC).")
-@opts.option(
-    "--counts",
-    "How often rows are looked up: what decides which are hot, and so how tables are divided, pruned and placed. As "
-    "`shardrank counts` writes it, for any of the tables. Repeatable: counts are added.",
-    opts.EXISTING,
-    multiple=True,
-)
-@opts.ids_option
-@opts.pruning_options
-@opts.option(
-    "--keep",
-    "With --prune: rows that stay however rarely they were looked up, in a file as --counts takes it. Repeatable.",
-    opts.EXISTING,
-    multiple=True,
-)
-@opts.assignments(
-    "--blocks TABLE=FILE",
-    "The block of each row of a table that training divided: an .npy file of whole numbers [num_embeddings], 0 for the "
-    "first.",
-)
-@opts.option("--golden", "Requests with training's scores; see docs/snapshot-format.md.", opts.EXISTING_FILE)
-@opts.option("--golden-tolerance X", "How far a server's scores may be from them.", opts.ABOVE_ZERO, 0.05)
-@opts.assignments("--metadata KEY=TEXT", "Free text about the training run.")
-@opts.option(
-    "--plan",
-    "A plan file of `shardrank plan --out` for this model: columns are sliced as it says, and the snapshot carries it.",
-    opts.EXISTING_FILE,
-    name="plan_file",
-)
+@opts.store_options(WHERE, required=True)
+@version_options
 def export(store: StorePlace, checkpoint: Path, description: Path, **options: Any) -> None:
     r"""Write a trained model into a store as the next version.
 
@@ -103,31 +135,46 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
           --vocabulary users=user-ids.txt
       shardrank export --checkpoint model.safetensors --model films.json --store s3://bucket/models
     """
+    from loader.checkpoints import open_checkpoint
+
+    write_version(open_checkpoint(checkpoint), description, store, options)
+
+
+def write_version(checkpoint: Checkpoint, description: Path, place: StorePlace, options: Options) -> None:
+    """Take a checkpoint into a store as the next version, and print what became of it. Raises as its parts do."""
+    from loader.checkpoints import keys_of
     from loader.divided_rows import chosen_rows, divide_rows
-    from loader.snapshot.golden import GoldenRequests
     from loader.snapshot.publishing import rows_bytes_of
-    from loader.snapshot.tensor_files import load_numpy
     from loader.snapshot.writer import export_snapshot
-    from router.plan_file import PlanFile
+    from router.torchrec_plan import read_plan
+    from serving.exporting import match_model, read_description
 
     levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
     blocks, plan, described = options["blocks"], None, read_description(description)
-    keys, kept = _read_unexpired(described, options["keys"], options["updated"], options["expire_before"])
+    _check_tables("--table-key", dict.fromkeys(_names(described)), options["table_key"])
+    keyed = [one.name for one in described.tables if one.keys is not None and one.name not in options["keys"]]
+    given: dict[str, Keys] = {
+        table: _read_keys(described, table, Path(file)) for table, file in options["keys"].items()
+    }
+    given |= keys_of(checkpoint, keyed, options["table_key"])
+    keys, kept = _unexpired(given, options["updated"], options["expire_before"])
     levers["num_keys"] = {table: len(of_table) for table, of_table in keys.items()}
     pruned = Pruned.of(description, described, options["counts"], **levers, blocks=blocks)
     spec, counts = pruned.spec, pruned.counts
     if options["plan_file"] is not None:
-        plan = PlanFile.read(options["plan_file"])
+        plan = read_plan(options["plan_file"], spec)
         spec = plan.sliced(spec)
         plan.check_fits(spec)
     classes = {table: _row_classes(spec, table, Path(file)) for table, file in blocks.items()}
-    given, dense = _match(checkpoint, spec, options["dense_prefix"], options["table_key"], options["program"])
-    _check_blocks(spec, given, classes)
-    given |= {one.name: chosen_rows(one, given[one.name], kept[one.name]) for one in spec.tables if one.name in kept}
+    names = {name: options[name] for name in ("dense_prefix", "program")} | {"table_keys": options["table_key"]}
+    rows, dense = match_model(checkpoint, spec, dense_names=_read_dense_names(options["dense_map"]), **names)
+    for line in checkpoint.told:
+        click.echo(line)
+    _check_blocks(spec, rows, classes)
+    rows |= {one: chosen_rows(one, rows[one], chosen) for one, chosen in kept.items()}
     seen = {table.name for table in spec.logical_tables}
     whole = {table: one for table, one in counts.items() if table in seen}
-    made = divide_rows(spec, given, whole, row_classes=classes, kept=pruned.kept)
-    golden = options["golden"]
+    made = divide_rows(spec, rows, whole, row_classes=classes, kept=pruned.kept)
     with progress_bars() as bars:
 
         def write(folder: Path, version: int | None) -> Path:
@@ -143,7 +190,7 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
                 # Of a table that is divided by quotient_remainder there may be counts of its parts alone.
                 access_counts={**{table: counts[table] for table in counts.keys() - seen}, **made.access_counts},
                 row_classes=made.row_classes,
-                golden=None if golden is None else GoldenRequests.from_tensors(load_numpy(golden)),
+                golden=_golden(options["golden"], options["golden_from"], options["scores"]),
                 metadata=options["metadata"],
                 plan=None if plan is None else plan.to_json().encode(),
                 progress=bars,
@@ -151,11 +198,84 @@ def export(store: StorePlace, checkpoint: Path, description: Path, **options: An
                 golden_tolerance=options["golden_tolerance"],
             )
 
-        written, where = export_into(store, spec.model, options["version"], write, bars)
-    for line in pruned.told:
+        written, where = export_into(place, spec.model, options["version"], write, bars)
+    for line in (*pruned.told, *_quantised_again(spec, made.rows)):
         click.echo(line)
-    rows, as_float32 = human_bytes(rows_bytes_of(written.spec)), human_bytes(written.float32_bytes)
-    click.echo(f"wrote {where}: {human_bytes(written.size_bytes)}; its rows {rows}, as float32 {as_float32}")
+    in_store, as_float32 = human_bytes(rows_bytes_of(written.spec)), human_bytes(written.float32_bytes)
+    click.echo(f"wrote {where}: {human_bytes(written.size_bytes)}; its rows {in_store}, as float32 {as_float32}")
+
+
+def _names(described: ModelDescription) -> Iterator[str]:
+    """Yield names by which rows may be found: of tables, and of parts that training may have made of them."""
+    for table in described.tables:
+        ends = [f".b{number}" for number in range(len(table.blocks) or 2)] + [".q", ".r"]
+        yield from (table.name, *(table.name + end for end in ends))
+
+
+def _quantised_again(spec: ModelSpec, rows: Mapping[str, RowSource]) -> Iterator[str]:
+    """Yield, of each table whose rows were int8 already and are not stored as they were, how far off they are now."""
+    from loader.snapshot.codecs import RowCodec
+
+    for table in spec.tables:
+        source = rows[table.name]
+        if source.stored_dtype not in (None, "fp32" if table.column_dims else table.dtype):
+            codec, worst = RowCodec(table.dtype, table.embedding_dim), 0.0
+            for first in range(0, source.num_embeddings, _COMPARED_ROWS):
+                for block in source.blocks(first, _COMPARED_ROWS):
+                    worst = max(worst, float(abs(codec.decode(codec.encode(block)) - block).max()))
+            now = f"rows of {source.stored_dtype} became {table.dtype}"
+            yield f"{table.name}: {now}, values differ by up to {worst:.3g}"
+
+
+def _golden(golden: Path | None, requests: Path | None, scores: Path | None) -> GoldenRequests | None:
+    """Return the golden requests that were given, in either form. Raises ExportError."""
+    from loader.snapshot.golden import GoldenRequests
+    from loader.snapshot.tensor_files import load_numpy
+
+    if (requests is None) != (scores is None) or (golden is not None and requests is not None):
+        raise ExportError("--golden-from and --scores go with each other, and without --golden")
+    if requests is None or scores is None:
+        return None if golden is None else GoldenRequests.from_tensors(load_numpy(golden))
+    asked = [_json_line(requests, *line) for line in enumerate(_read_lines(requests), 1)]
+    if scores.suffix == ".npy":
+        from loader.traces import map_npy
+
+        return GoldenRequests.from_requests(asked, map_npy(scores).reshape(-1))
+    answers = [_json_line(scores, *line) for line in enumerate(_read_lines(scores), 1)]
+    flat = {
+        name: [value for answer in answers for value in answer["outputs"][name]]
+        for name in answers[0].get("outputs", {})
+    }
+    return GoldenRequests.from_requests(asked, [score for answer in answers for score in answer["scores"]], flat)
+
+
+def _json_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ExportError(f"{path}, line {number}: no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ExportError(f"{path}, line {number}: expected an object, found {line!r:.40}")
+    return found
+
+
+def _read_dense_names(path: Path | None) -> dict[str, DenseName] | None:
+    """Return where the dense model's tensors come from, as a JSON file says. Raises ExportError."""
+    from serving.exporting import DenseName
+
+    if path is None:
+        return None
+    made = {}
+    for name, theirs in _json_line(path, 1, path.read_text(encoding="utf-8")).items():
+        fields = {"key": theirs} if isinstance(theirs, str) else theirs
+        match fields:
+            case {"key": str(key), **more} if more in ({}, {"transpose": True}, {"transpose": False}):
+                made[name] = DenseName(key, bool(more.get("transpose")))
+            case _:
+                raise ExportError(
+                    f'{path}: {name!r}: expected a key, or {{"key": …, "transpose": true}}, found {theirs!r:.80}'
+                )
+    return made
 
 
 class Pruned(NamedTuple):
@@ -198,6 +318,7 @@ class Pruned(NamedTuple):
         from loader.divided_rows import choose_rows
         from loader.traces import read_traces
         from router.table_sizing import count_rows, fitted
+        from serving.exporting import compiled
 
         if not prune and (keep or keep_share is not None):
             raise ExportError(f"{'--keep' if keep else '--keep-share'} goes with --prune")
@@ -206,7 +327,7 @@ class Pruned(NamedTuple):
         traced = read_traces(ids, *described.traced_features)
         if ids:
             described = fitted(described, traced)
-        spec = compiled(path, described, None, num_keys)
+        spec = compiled(f"{path}: ", described, None, num_keys)
         counted, also = read_access_counts(counts, spec), read_access_counts(keep, spec)
         of_ids = count_rows(described.tables, traced)
         for table in described.tables if prune else ():
@@ -239,7 +360,7 @@ class Pruned(NamedTuple):
                 kept[table.name] = chosen
                 told.append(f"{table.name}: pruned, {int(chosen.sum())} of {chosen.size} rows are kept")
         if kept:
-            spec = compiled(path, described, {name: int(one.sum()) for name, one in kept.items()}, num_keys)
+            spec = compiled(f"{path}: ", described, {name: int(one.sum()) for name, one in kept.items()}, num_keys)
         return cls(spec, found, kept, told)
 
 
@@ -285,39 +406,6 @@ def _check_blocks(spec: ModelSpec, given: Collection[str], classes: Collection[s
             )
 
 
-def _match(
-    path: Path, spec: ModelSpec, dense_prefix: str | None, table_keys: Mapping[str, str], program: Path | None
-) -> tuple[dict[str, RowSource], dict[str, Tensor] | Path]:
-    """Return the tables' rows and a dense model that can be built. Raises ExportError, CheckpointError."""
-    from loader.checkpoints import match_checkpoint, open_checkpoint
-    from serving.errors import RankingModelError
-    from serving.models.ranking_models import load_model
-
-    if (program is None) == (spec.dense_model.kind == "exported"):
-        raise ExportError("--program goes with a dense_model of kind exported, and only with it")
-    tables = dict.fromkeys(table.name for table in (*spec.logical_tables, *spec.tables))
-    _check_tables("--table-key", tables, table_keys)
-    opened = open_checkpoint(path)
-    keys = opened.names()
-    try:
-        rows, dense = match_checkpoint(opened, spec, dense_prefix, table_keys)
-    except CheckpointError as error:
-        if dense_prefix is None or any(key.startswith(dense_prefix) for key in keys):
-            raise
-        raise CheckpointError(f"{error}{suggested_prefix(spec, keys, dense_prefix)}") from error
-    if program is not None:
-        from serving.models.exported import check_program
-
-        check_program(spec, program)
-        return rows, program
-    try:
-        # As a server builds it.
-        load_model(spec, dense)
-    except RankingModelError as error:
-        raise CheckpointError(f"{error}{suggested_prefix(spec, keys, dense_prefix)}") from error
-    return rows, dense
-
-
 def _check_tables(flag: str, known: Collection[str], tables: Iterable[str]) -> None:
     """Raise ExportError for a flag that names a table which the description does not have."""
     for table in tables:
@@ -334,13 +422,12 @@ def _read_keys(described: ModelDescription, table: str, path: Path) -> Keys:
     return _read_lines(path) if tables[table].keys == "string" else map_npy(path)
 
 
-def _read_unexpired(
-    described: ModelDescription, files: Mapping[str, str], updated: Mapping[str, str], expire_before: str | None
+def _unexpired(
+    keys: dict[str, Keys], updated: Mapping[str, str], expire_before: str | None
 ) -> tuple[dict[str, Keys], dict[str, npt.NDArray[np.bool_]]]:
     """Return the keys that tables have, and which they are of those in their files, bool [n]. Raises ExportError."""
     from loader.traces import map_npy
 
-    keys = {table: _read_keys(described, table, Path(file)) for table, file in files.items()}
     if bool(updated) != (expire_before is not None):
         raise ExportError("--updated and --expire-before go with each other")
     _check_tables("--updated (of those with --keys)", keys, updated)

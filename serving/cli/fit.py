@@ -139,7 +139,7 @@ def _read_model(named: str) -> tuple[ModelDescription, dict[str, Any]]:
     from loader.description import ModelDescription, TableDescription
     from loader.errors import ExportError
     from serving.cli.plan import MANIFEST_NAME, planned_model
-    from serving.cli.snapshots import read_description
+    from serving.exporting import read_description
 
     path = Path(named)
     if path.is_file() and path.name != MANIFEST_NAME:

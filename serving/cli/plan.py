@@ -15,7 +15,6 @@ from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import MAX_ROWS, print_document, print_json
 from serving.cli.settings import Options, config_of
-from serving.cli.snapshots import read_description
 from serving.config import DEFAULT_PINNED_GB, DivisionSettings
 
 if TYPE_CHECKING:
@@ -209,6 +208,7 @@ def planned_model(options: Options) -> tuple[ModelSpec, LookupProfile]:
     from loader.snapshot.reader import Snapshot
     from router.planning.inputs import CATALOG, LookupProfile, catalog_model
     from serving.cli.export import Pruned
+    from serving.exporting import read_description
 
     named, dtype, profile = options["model"], options["dtype"], LookupProfile()
     name = named.partition(":")[0]

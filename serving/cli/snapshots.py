@@ -1,16 +1,16 @@
-"""`shardrank train`, `inspect` and `verify`: snapshots are made, described and checked; and descriptions are read."""
+"""`shardrank train`, `inspect` and `verify`: snapshots are made, described and checked."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from loader.errors import ExportError, ShardrankError
+from loader.errors import ShardrankError
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_document, print_json, progress_bars
@@ -18,12 +18,8 @@ from serving.cli.settings import config_of, snapshot_folder
 from serving.config import FrontSettings
 
 if TYPE_CHECKING:
-    from loader.description import ModelDescription
     from loader.progress import Progress
-    from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.reader import Snapshot, VerifyReport
-
-MAX_DESCRIPTION_BYTES = 16 << 20
 
 
 @click.command(cls=WithExamples)
@@ -71,59 +67,6 @@ def train(store: Path, movielens: Path | None, ratings: int, seed: int, **option
     quality = expectation(version)
     click.echo(f"AUC {quality.auc_fp32:.4f} (each film by its mean label: {quality.auc_item_mean:.4f})")
     click.echo(f"wrote {version.folder}")
-
-
-def read_description(path: Path) -> ModelDescription:
-    """Return the model that a JSON file describes. Raises ExportError naming each field that is wrong."""
-    from loader.description import ModelDescription
-    from loader.snapshot.tables import refused_as
-
-    if (size := path.stat().st_size) > MAX_DESCRIPTION_BYTES:
-        raise ExportError(f"{path}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
-    with refused_as(ExportError, f"{path}: ", ModelDescription):
-        return ModelDescription.model_validate_json(path.read_bytes(), strict=True)
-
-
-def compiled(
-    path: Path,
-    described: ModelDescription,
-    kept: Mapping[str, int] | None = None,
-    num_keys: Mapping[str, int] | None = None,
-) -> ModelSpec:
-    """Return the model as it is stored, as `ModelDescription.compiled` says; `path` names it in errors.
-
-    Raises:
-        ExportError: its parts do not fit each other, or no dense model of its kind is made from these.
-    """
-    from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
-    from loader.snapshot.tables import refused_as
-    from serving.models.exported import check_bindings
-    from serving.models.ranking_models import parse_dense_model
-
-    with refused_as(ExportError, f"{path}: ", ModelSpec):
-        spec = described.compiled(kept, num_keys)
-    if isinstance(spec.dense_model, ExportedModelSpec):
-        check_bindings(spec)
-    else:
-        parse_dense_model(spec)
-    return spec
-
-
-def suggested_prefix(spec: ModelSpec, keys: Collection[str], dense_prefix: str | None) -> str:
-    """End a message: which `--dense-prefix` would find every tensor; "" if none would, or it was given."""
-    import torch
-
-    from serving.models.ranking_models import build_model
-
-    with torch.device("meta"):
-        names = list(build_model(spec).state_dict())
-    prefixes = set.intersection(*({key[: -len(name)] for key in keys if key.endswith(name)} for name in names))
-    fitting = sorted(prefix for prefix in prefixes if prefix != dense_prefix)
-    if not fitting or ("" in fitting and dense_prefix is None):
-        return ""
-    if "" in fitting:
-        return "; the names fit without --dense-prefix"
-    return f"; the names fit with --dense-prefix {' or '.join(fitting)}"
 
 
 @click.command(cls=WithExamples)

@@ -20,14 +20,14 @@ def simulate(arguments: str, folder: Path = ROOT, limit_s: float = 600.0) -> sub
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s, check=False)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("half", [0, 1])
 def test_every_rule_holds_on_the_seeds_of_the_day(half):
-    """As many as 45 s take, and at least 200, in two processes; what is printed replays the one that fails."""
+    """As many as 45 s take, and at least 60, in two processes; what is printed replays the one that fails."""
     first = datetime.date.today().toordinal() * 100_000 + half * 50_000
-    ran = simulate(f"--seeds 50000 --first {first} --minutes 0.375 --at-least 100", limit_s=880)
+    ran = simulate(f"--seeds 50000 --first {first} --minutes 0.375 --at-least 30", limit_s=580)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
-    assert int(ran.stdout.split()[0]) >= 100
+    assert int(ran.stdout.split()[0]) >= 30
 
 
 def test_a_seed_is_replayed_exactly():

@@ -1,0 +1,218 @@
+"""Read folders of plain arrays: DynamicEmb, HugeCTR and HPS, TensorFlow Recommenders Addons, and NumPy.
+
+All but NumPy's are little-endian numbers without a header, C order; a table's dim is what its files' sizes make it.
+
+**dynamicemb**: `<table>_emb_keys.rank_R.world_size_W` int64 [n], `<table>_emb_values.rank_R.world_size_W` float32 [n,
+dim], R from 0, in a folder for each collection, by its dotted module path; beside them `<table>_opt_args.json`. Source:
+NVIDIA/recsys-examples, corelib/dynamicemb/dynamicemb/batched_dynamicemb_tables.py (`encode_checkpoint_file_path`),
+key_value_table.py and dump_load.py, of 25.09 and later.
+
+**hps**: a folder with `key` int64 [n] and `emb_vector` float32 [n, dim]. Source: NVIDIA-Merlin/HugeCTR,
+HugeCTR/src/hps/modelloader.cpp (`RawModelLoader`), of 3.1 and later.
+
+**tfra**: `<name>_mht_IofN_rankR_sizeS-keys` and `-values`, I from 1, R from 0; those of 0.5 have no `_rankR_sizeS`.
+Source: tensorflow/recommenders-addons, dynamic_embedding/python/ops/dynamic_embedding_variable.py and
+core/kernels/cuckoo_hashtable_op.cc.
+
+**numpy**: `<table>.npy`, floats [n, dim], and of tables with keys `<table>.keys.npy`, whole numbers [n]; every other
+array is the dense model's. Source: numpy.lib.format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loader.checkpoints import Checkpoint
+from loader.errors import CheckpointError, ExportError, TraceError, cut
+from loader.imports.tables import KeyDtype, Part, TablesCheckpoint, ValueDtype, raw_part, refused
+from loader.keyed_rows import as_keys
+from loader.snapshot.buckets import Int64Array
+from loader.snapshot.row_source import ArrayRows, RowSource
+from loader.traces import map_npy
+
+_RANKED = re.compile(r"(?P<table>.+)_emb_(?P<kind>keys|values)\.rank_(?P<rank>\d+)\.world_size_(?P<size>\d+)")
+_SHARDED = re.compile(
+    r"(?P<table>.+)_mht_(?P<part>\d+)of(?P<parts>\d+)(_rank(?P<rank>\d+)_size(?P<size>\d+))?-(?P<kind>keys|values)"
+)
+_MAX_ARGUMENTS_BYTES = 1 << 20
+
+
+def read_dynamicemb(path: Path, rest: Checkpoint | None) -> TablesCheckpoint:
+    """Open what `DynamicEmbDump` wrote; a table's name is its collection's path and its own, with a dot between.
+
+    Raises CheckpointError, with file, table, what was expected and what found: a file of a rank is missing, sizes
+    disagree, a key is there twice, or ranks keep keys by their number within the rank (dist_type `continuous`).
+    """
+    files = _files_by_table(path, _RANKED, lambda found: (int(found["rank"]), int(found["size"])))
+    if not files:
+        old = next(path.rglob("*_keys"), None)
+        more = "" if old is None else f"; {old} is of DynamicEmb 25.08 or earlier: dump it with a later one"
+        raise CheckpointError(f"{path}: no file <table>_emb_keys.rank_R.world_size_W{more}")
+    tables = dict[str, list[Part]]()
+    for name, by_rank in files.items():
+        one = next(iter(by_rank.values()))["keys"]
+        sizes = {size for _, size in by_rank}
+        if len(sizes) > 1:
+            refused(one, name, "files of one world size", f"files of {sorted(sizes)}; dump into an empty folder")
+        _check_all(name, one, by_rank, [(rank, min(sizes)) for rank in range(min(sizes))], "rank_{0}.world_size_{1}")
+        arguments = one.with_name(f"{name.rpartition('/')[2]}_opt_args.json")
+        if min(sizes) > 1 and _arguments(arguments, name).get("dist_type") == "continuous":
+            refused(
+                arguments,
+                name,
+                "dist_type roundrobin or hash_roundrobin",
+                "continuous, whose keys are numbers within a rank",
+            )
+        in_order = (of for _, of in sorted(by_rank.items()))
+        tables[name.replace("/", ".")] = [raw_part(name, of["keys"], of["values"]) for of in in_order]
+    return TablesCheckpoint(path, tables, rest)
+
+
+def read_hps(path: Path, rest: Checkpoint | None, key_dtype: KeyDtype = "int64") -> TablesCheckpoint:
+    """Open folders with `key` and `emb_vector`: `path`, or those below it, whose names are the tables'.
+
+    Raises CheckpointError as `read_dynamicemb`.
+    """
+    folders = sorted(key.parent for key in path.rglob("key") if key.is_file())
+    if not folders:
+        dumped = any(path.rglob("meta_data"))
+        more = "; `meta_data` is of Model.embedding_dump, which is not read: save sparse models" if dumped else ""
+        raise CheckpointError(f"{path}: neither it nor a folder below it has the files key and emb_vector{more}")
+    tables = dict[str, list[Part]]()
+    for folder in folders:
+        name = ".".join(folder.relative_to(path).parts) or folder.resolve().name
+        tables[name] = [raw_part(name, folder / "key", folder / "emb_vector", key_dtype)]
+    return TablesCheckpoint(path, tables, rest)
+
+
+def read_tfra(
+    path: Path, rest: Checkpoint | None, key_dtype: KeyDtype = "int64", value_dtype: ValueDtype = "float32"
+) -> TablesCheckpoint:
+    """Open what `save_to_file_system` wrote; of a table's name the end `-parameter` is cut off.
+
+    Tables of an optimizer's slots, which begin with another's name, are left out, and told. Raises CheckpointError as
+    `read_dynamicemb`.
+    """
+    if unfinished := sorted(path.rglob("*_mht_*.tmp")):
+        raise CheckpointError(f"{unfinished[0]}: was not written to its end")
+    numbers = ("part", "parts", "rank", "size")
+    files = _files_by_table(path, _SHARDED, lambda found: tuple(int(found[one] or (one == "size")) for one in numbers))
+    if not files:
+        raise CheckpointError(f"{path}: no file <name>_mht_IofN_rankR_sizeS-keys")
+    slots = {name for name in files for of in files if name != of and name.startswith((f"{of}_", f"{of}/"))}
+    tables = dict[str, list[Part]]()
+    for name in sorted(files.keys() - slots):
+        by_part = files[name]
+        one = next(iter(by_part.values()))["keys"]
+        sizes = {(parts, size) for _, parts, _, size in by_part}
+        if len(sizes) > 1:
+            refused(one, name, "files of one number of parts and ranks", f"{sorted(sizes)}; save into an empty folder")
+        ((parts, size),) = sizes
+        expected = [(part + 1, parts, rank, size) for rank in range(size) for part in range(parts)]
+        _check_all(name, one, by_part, expected, "{0}of{1}_rank{2}_size{3}")
+        found = [raw_part(name, by_part[at]["keys"], by_part[at]["values"], key_dtype, value_dtype) for at in expected]
+        tables[name.removesuffix("-parameter").replace("/", ".")] = found
+    return TablesCheckpoint(path, tables, rest, [f"{name}: left out, it is an optimizer's" for name in sorted(slots)])
+
+
+class NumpyFolder(Checkpoint):
+    """Arrays in the `.npy` files of a folder and those below it, with dots for slashes in names; none is a pickle."""
+
+    def __init__(self, path: Path) -> None:
+        """Raise CheckpointError if there is none, one can't be read, or keys are of no table or of another size."""
+        files = {".".join(file.relative_to(path).with_suffix("").parts): file for file in path.rglob("*.npy")}
+        if not files:
+            raise CheckpointError(f"{path}: no .npy files")
+        self._keys = {name.removesuffix(".keys"): file for name, file in files.items() if name.endswith(".keys")}
+        super().__init__(path, {name: file for name, file in files.items() if not name.endswith(".keys")})
+        for name, file in self._keys.items():
+            if name not in files:
+                raise CheckpointError(f"{file}: keys of a table without {name}.npy")
+            if (found := self._map(name, file).shape) != self.shape(name)[:1]:
+                refused(file, name, f"{list(self.shape(name)[:1])} keys, as there are rows", list(found))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._map(name, self._entry(name)).shape
+
+    def tensor(self, name: str) -> torch.Tensor:
+        array = self._map(name, self._entry(name))
+        try:
+            return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
+        except TypeError as error:
+            raise CheckpointError(f"{self._entry(name)}: {error}") from error
+
+    def rows(self, name: str) -> RowSource:
+        file = self._entry(name)
+        try:
+            return ArrayRows(self._map(name, file), file, name)
+        except ExportError as error:
+            raise CheckpointError(f"{file}: table {name!r}: {error}") from error
+
+    def keys(self, name: str) -> Int64Array | None:
+        if (file := self._keys.get(name)) is None:
+            return None
+        try:
+            return as_keys(f"{file}: table {name!r}", "int64", self._map(name, file))
+        except ExportError as error:
+            raise CheckpointError(str(error)) from error
+
+    @property
+    def tables(self) -> Mapping[str, str]:
+        return {name: str(self._map(name, self._entry(name)).dtype) for name in self._keys}
+
+    def _map(self, name: str, file: Path) -> npt.NDArray[Any]:
+        try:
+            return map_npy(file)
+        except TraceError as error:
+            raise CheckpointError(f"table {name!r}: {error}") from error
+
+
+def _files_by_table(
+    path: Path, pattern: re.Pattern[str], numbers: Callable[[re.Match[str]], tuple[int, ...]]
+) -> dict[str, dict[tuple[int, ...], dict[str, Path]]]:
+    """Return the files whose names are of a pattern: by table, with its folder below `path`, by part and by kind."""
+    files: dict[str, dict[tuple[int, ...], dict[str, Path]]] = defaultdict(lambda: defaultdict(dict))
+    for file in sorted(path.rglob("*")):
+        if (found := pattern.fullmatch(file.name)) is not None:
+            table = (file.relative_to(path).parent / found["table"]).as_posix()
+            files[table][numbers(found)][found["kind"]] = file
+    return files
+
+
+def _check_all(
+    table: str,
+    one: Path,
+    by_part: Mapping[tuple[int, ...], Mapping[str, Path]],
+    expected: Iterable[tuple[int, ...]],
+    text: str,
+) -> None:
+    """Refuse a table that has not exactly the parts that are expected, each with keys and values."""
+    wanted = set(expected)
+    for at in sorted(wanted | by_part.keys()):
+        if at not in wanted or (missing := {"keys", "values"} - by_part.get(at, {}).keys()):
+            what = f"no part {text.format(*at)}" if at not in wanted else f"keys and values of {text.format(*at)}"
+            found = "one" if at not in wanted else f"no {' and no '.join(sorted(missing))} beside {one.name}"
+            refused(one.parent, table, what, found)
+
+
+def _arguments(file: Path, table: str) -> Mapping[str, object]:
+    """Return what a table's JSON says of it; {} if there is none. Raises CheckpointError."""
+    try:
+        with file.open("rb") as stream:
+            found = json.loads(stream.read(_MAX_ARGUMENTS_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: table {table!r}: can't be read: {cut(error)}") from error
+    if not isinstance(found, dict):
+        refused(file, table, "an object", type(found).__name__)
+    return found
