@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loader.deltas.blocking_publisher import DeltaPublisher as DeltaPublisher
     from loader.deltas.publisher import AsyncDeltaPublisher as AsyncDeltaPublisher
+    from loader.deltas.row_tracker import RowTracker as RowTracker
     from loader.description import ModelDescription as ModelDescription
     from loader.divided_rows import divide_rows as divide_rows
     from loader.divided_rows import kept_rows as kept_rows
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from serving.errors import PermissionDeniedError as PermissionDeniedError
     from serving.errors import RankingModelError as RankingModelError
     from serving.errors import UnauthenticatedError as UnauthenticatedError
+    from serving.exporting import export as export
     from serving.limits import RequestLimits as RequestLimits
     from serving.models.exported import check_program as check_program
     from serving.models.exported import export_program as export_program
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "loader.deltas.blocking_publisher": "DeltaPublisher",
     "loader.deltas.publisher": "AsyncDeltaPublisher",
+    "loader.deltas.row_tracker": "RowTracker",
     "loader.description": "ModelDescription",
     "loader.divided_rows": "divide_rows kept_rows",
     "loader.errors": (
@@ -111,6 +114,7 @@ _NAMES = {
     "serving.errors": (
         "InternalError InvalidRequestError NotFoundError PermissionDeniedError RankingModelError UnauthenticatedError"
     ),
+    "serving.exporting": "export",
     "serving.limits": "RequestLimits",
     "serving.models.exported": "check_program export_program",
     "serving.models.inputs": "RankingInputs SequenceInput",

@@ -16,6 +16,7 @@ from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.errors import DeltaError
 from loader.registry import open_registry
 from loader.registry.registry import Registry
+from loader.snapshot.manifest import ModelSpec
 from loader.stores.cache import StoreUrl
 
 T = TypeVar("T")
@@ -63,6 +64,11 @@ class DeltaPublisher(AbstractContextManager["DeltaPublisher"]):
     def publish_dense(self, step: int, tensors: Mapping[str, Any], **options: Any) -> int:
         """Publish as `AsyncDeltaPublisher.publish_dense`. Raises as `publish`."""
         return self._call(f"dense step {step}", partial(self._publisher.publish_dense, step, tensors, **options))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the version is made of."""
+        return self._publisher.spec
 
     @property
     def pruned_updates(self) -> Mapping[str, AccessCounts]:

@@ -335,6 +335,18 @@ class AsyncDeltaPublisher:
             return sequence
 
     @property
+    def spec(self) -> ModelSpec:
+        """What the version is made of. Raises DeltaError before it is open."""
+        if self._spec is None:
+            raise DeltaError("the publisher is not open yet")
+        return self._spec
+
+    @property
+    def stream(self) -> str:
+        """The name of the stream that deltas go to; "" before it is open."""
+        return self._stream
+
+    @property
     def sequence(self) -> int:
         """The last delta of the stream, as this publisher saw it last; 0 before it is open."""
         return self._tail.sequence

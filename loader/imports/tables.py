@@ -115,14 +115,14 @@ class JoinedRows(RowSource):
         """Yield the rows of each file; as of `RowSource`. Those of int8 are decoded."""
         for part, start, stop in self._spans(first_row, max_rows):
             if self.is_int8:
-                yield self._codec.decode(_widened(part.rows[start:stop]))
+                yield self._codec.decode(widened(part.rows[start:stop]))
             else:
                 yield from ArrayRows(part.rows[start:stop]).blocks(0, stop - start)
 
     def stored_blocks(self, first_row: int, max_rows: int) -> Iterator[ByteArray]:
         """Yield int8 rows with the codes that they have; as of `RowSource`."""
         for part, start, stop in self._spans(first_row, max_rows):
-            yield _widened(part.rows[start:stop])
+            yield widened(part.rows[start:stop])
 
     def place(self, row: int) -> str:
         """Return the file that a row is in, and which it is there."""
@@ -150,7 +150,7 @@ def _kind(rows: Floats | ByteArray) -> str | None:
     return f"{rows.dtype} [n, {rows.shape[1]}]" if is_float or rows.dtype == np.uint8 else None
 
 
-def _widened(rows: Any) -> ByteArray:
+def widened(rows: Any) -> ByteArray:
     """Return int8 rows with scale and offset as float32, uint8 [n, dim + 8], of such with halves: no bit is lost."""
     parameters = np.ascontiguousarray(rows[:, -HALF_PARAMETERS:]).view("<f2").astype("<f4")
     return np.concatenate([rows[:, :-HALF_PARAMETERS], parameters.view(np.uint8)], axis=1)

@@ -1,0 +1,162 @@
+"""Publish the changed rows that TorchEasyRec dumps while it trains: Parquet files, in order of step, each once.
+
+A dump is `<prefix>_step_<N>.parquet`, or of several ranks `step_<N>/<prefix>_step_<N>_rank_<R>_of_<W>.parquet`, put in
+place whole by a rename. Its columns are `table_fqn` string, `key_id` int64, the row's number or its key, `embedding`
+list of float32 [dim], or of uint8 [dim + 4] as in `loader.imports.tzrec`, and `global_step` int64. Deletions are not
+expressed. Source: alibaba/TorchEasyRec, tzrec/utils/delta_embedding_dump.py, of 1.3.16.
+
+How far each rank was published is on record in the registry, so whoever goes on does so behind it. Ranks dump by their
+own clocks: a step of one may come when a later one of another was published already, whose rows are others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.errors import DeltaFormatError, RegistryRecordError, cut
+from loader.imports.tables import HALF_PARAMETERS, widened
+from loader.registry.registry import Registry
+from loader.snapshot.buckets import Int64Array
+from loader.snapshot.codecs import Float32Array, RowCodec
+from loader.snapshot.manifest import ModelSpec
+
+PUBLISHER: Final = "deltas-import"
+"""Name of the publisher: of two that import for one stream, the first one is superseded."""
+POLL_S: Final = 1.0
+_BATCH_ROWS: Final = 1 << 16
+_FILE: Final = re.compile(r".+_step_(\d+)(?:_rank_(\d+)_of_\d+)?\.parquet")
+_COLUMNS: Final = ("table_fqn", "key_id", "embedding", "global_step")
+
+
+class Imported(NamedTuple):
+    """A file that was published: its step, its rank, how many rows it had, and which tables the model has not."""
+
+    path: Path
+    step: int
+    rank: int
+    rows: int
+    unknown: tuple[str, ...]
+
+
+async def import_deltas(
+    folder: Path,
+    registry: Registry,
+    publisher: AsyncDeltaPublisher,
+    *,
+    follow: bool = False,
+    table_keys: Mapping[str, str] | None = None,
+    sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
+) -> AsyncIterator[Imported]:
+    """Publish what a folder has that was not published yet, and yield each file; `follow` waits for more without end.
+
+    Tables are found by the end of `table_fqn`; `table_keys` has the whole of it for others. Of tables with keys rows
+    are upserted, of others written by number.
+
+    Raises DeltaFormatError, with the file, for one that is not such a dump, or rows that are not the table's; else as
+    `AsyncDeltaPublisher.publish`, and RegistryConflictError where another import takes the same stream.
+    """
+    await publisher.open()
+    key, keyed = (
+        f"imports/{publisher.stream}",
+        {table.name for table in publisher.spec.tables if table.keys is not None},
+    )
+    while True:
+        entry = await registry.get(key)
+        revision, steps = (0, {}) if entry is None else (entry.revision, _steps(key, entry.value))
+        pending = await asyncio.to_thread(_files, folder, dict(steps))
+        for step, rank, path in pending:
+            count, unknown, rows = 0, dict[str, None](), _rows(path, step)
+            while (one := await asyncio.to_thread(next, rows, None)) is not None:
+                fqn, numbers, values = one
+                if (table := _table(fqn, publisher.spec, table_keys or {})) is None:
+                    unknown[fqn] = None
+                    continue
+                try:
+                    await (publisher.upsert if table in keyed else publisher.publish)(table, numbers, values)
+                except DeltaFormatError as error:
+                    raise DeltaFormatError(f"{path}: {error}") from error
+                count += numbers.size
+            steps[str(rank)] = step
+            revision = await registry.put(key, json.dumps(steps).encode(), revision)
+            yield Imported(path, step, rank, count, tuple(unknown))
+        if not follow:
+            return
+        if not pending:
+            await sleep(POLL_S)
+
+
+def _steps(key: str, value: bytes) -> dict[str, int]:
+    """Return the last step of each rank that was published. Raises RegistryRecordError."""
+    try:
+        return {str(int(rank)): int(step) for rank, step in json.loads(value).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise RegistryRecordError(f"{key}: expected the last step of each rank, got {cut(value)}") from error
+
+
+def _files(folder: Path, steps: Mapping[str, int]) -> list[tuple[int, int, Path]]:
+    """Return step, rank and path of files that come behind these steps, in order. Raises OSError."""
+    found = []
+    for path in (*folder.glob("*.parquet"), *folder.glob("step_*/*.parquet")):
+        if (named := _FILE.fullmatch(path.name)) is not None:
+            step, rank = int(named[1]), int(named[2] or 0)
+            if step > steps.get(str(rank), -1):
+                found.append((step, rank, path))
+    return sorted(found)
+
+
+def _table(fqn: str, spec: ModelSpec, table_keys: Mapping[str, str]) -> str | None:
+    """Return the table that a name of training's is of, None if the model has none."""
+    by_key = {key: table for table, key in table_keys.items()}
+    names = sorted((table.name for table in spec.logical_tables), key=len, reverse=True)
+    return by_key.get(fqn) or next((name for name in names if fqn == name or fqn.endswith(f".{name}")), None)
+
+
+def _rows(path: Path, step: int) -> Iterator[tuple[str, Int64Array, Float32Array]]:
+    """Yield rows of a file by table: its name, numbers or keys int64 [n], values float32 [n, dim]."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DeltaFormatError(f"{path}: Parquet needs pyarrow: pip install 'shardrank[parquet]'") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_BATCH_ROWS, columns=[*_COLUMNS]):
+                yield from _rows_of_batch(path, step, *(batch.column(name) for name in _COLUMNS))
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
+        raise DeltaFormatError(f"{path}: can't be read as rows with {[*_COLUMNS]}: {cut(error)}") from error
+
+
+def _rows_of_batch(
+    path: Path, step: int, names: Any, keys: Any, embeddings: Any, steps: Any
+) -> Iterator[tuple[str, Int64Array, Float32Array]]:
+    if any(column.null_count for column in (names, keys, embeddings, steps)):
+        raise DeltaFormatError(f"{path}: expected no nulls in {[*_COLUMNS]}, found some")
+    numbers, of_steps = keys.to_numpy(zero_copy_only=False), steps.to_numpy(zero_copy_only=False)
+    if numbers.dtype != np.int64 or (of_steps != step).any():
+        found = f"key_id {numbers.dtype}, steps {np.unique(of_steps)[:8].tolist()}"
+        raise DeltaFormatError(f"{path}: expected key_id int64 of step {step}, found {found}")
+    coded = names.dictionary_encode()
+    table_of_row = coded.indices.to_numpy(zero_copy_only=False)
+    edges = [0, *(np.flatnonzero(np.diff(table_of_row)) + 1).tolist(), numbers.size]
+    for begin, end in pairwise(edges):
+        if begin == end:
+            continue
+        fqn, rows = coded.dictionary[int(table_of_row[begin])].as_py(), embeddings.slice(begin, end - begin)
+        lengths, values = np.unique(rows.value_lengths().to_numpy(zero_copy_only=False)), rows.flatten()
+        if lengths.size != 1 or values.null_count or values.type not in ("float", "uint8"):
+            found = f"{values.type} of widths {lengths[:8].tolist()}"
+            expected = "embeddings of float or uint8, all as wide"
+            raise DeltaFormatError(f"{path}: table {fqn!r}: expected {expected}, found {found}")
+        block = values.to_numpy(zero_copy_only=False).reshape(end - begin, -1)
+        if values.type == "uint8":
+            block = RowCodec("int8", max(0, block.shape[1] - HALF_PARAMETERS)).decode(widened(block))
+        yield fqn, numbers[begin:end], block

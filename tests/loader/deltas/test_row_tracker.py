@@ -1,0 +1,275 @@
+"""What a tracker publishes is what a comparison of all rows finds, whatever optimizer moves them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from loader.deltas.blocking_publisher import DeltaPublisher
+from loader.deltas.row_tracker import RowTracker
+from loader.errors import DeltaError
+from loader.registry import open_registry
+from loader.registry.fleet import delta_stream
+from shardrank_testing.deltas import MODEL, export_state, read_entry, register_version
+from shardrank_testing.snapshots import model_of, random_tables, table_of
+
+ROWS = {"user": 300, "item": 500}
+SPEC = model_of([table_of(name, rows, 8, dtype="fp32") for name, rows in ROWS.items()], MODEL)
+
+
+class Ranker(nn.Module):
+    """Users are looked up one by one, items in bags, as TorchRec's collections do it: by name."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.user = nn.Embedding(ROWS["user"], 8, sparse=sparse)
+        self.embedding_bags = nn.ModuleDict({"item": nn.EmbeddingBag(ROWS["item"], 8, sparse=sparse, mode="sum")})
+        self.top = nn.Linear(16, 1)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        bags = self.embedding_bags["item"](input=items, offsets=offsets)
+        return self.top(torch.cat([self.user(users), bags], dim=1)).squeeze(1)
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int, draw: torch.Generator) -> None:
+    for _ in range(steps):
+        users = torch.randint(ROWS["user"], (6,), generator=draw)
+        items = torch.randint(ROWS["item"], (13,), generator=draw)
+        loss = F.binary_cross_entropy_with_logits(
+            model(users, items, torch.tensor([0, 2, 3, 7, 8, 12])), users.float() % 2
+        )
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def rows_of(model: Ranker) -> dict[str, np.ndarray]:
+    weights = {"user": model.user.weight, "item": model.embedding_bags["item"].weight}
+    return {name: weight.detach().numpy().copy() for name, weight in weights.items()}
+
+
+@pytest.fixture
+def registry(tmp_path):
+    """The URL of a registry with version 1 on record."""
+
+    async def publish() -> str:
+        opened = open_registry(tmp_path / "registry")
+        await register_version(opened, export_state(tmp_path / "store", SPEC, random_tables(SPEC, 0), 1))
+        await opened.close()
+        return str(tmp_path / "registry")
+
+    return asyncio.run(publish())
+
+
+def published(registry: str) -> dict[str, dict[int, np.ndarray]]:
+    """The rows of all deltas, by table and number, as they were published last."""
+
+    async def read() -> dict[str, dict[int, np.ndarray]]:
+        opened, tail = open_registry(registry), None
+        rows: dict[str, dict[int, np.ndarray]] = {name: {} for name in ROWS}
+        for entry in await opened.read(delta_stream(MODEL, 1), 0, max_entries=10_000, max_bytes=1 << 30):
+            batch, tail = await read_entry(opened, delta_stream(MODEL, 1), entry, tail)
+            rows[batch.table] |= dict(zip(batch.rows.tolist(), batch.stored.copy().view(np.float32), strict=True))
+        await opened.close()
+        return rows
+
+    return asyncio.run(read())
+
+
+def sgd(parameters, **options):
+    return torch.optim.SGD(parameters, lr=0.1, **options)
+
+
+OPTIMIZERS = {
+    "sgd": (sgd, {}),
+    "momentum": (sgd, {"momentum": 0.9}),
+    "decay": (sgd, {"weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.5}),
+    "asgd": (torch.optim.ASGD, {"lambd": 0.01}),
+}
+SPARSE = {"sgd", "momentum", "adagrad"}
+
+
+@pytest.mark.parametrize("every_steps", [1, 4])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *(f"sparse {name}" for name in sorted(SPARSE)), "sparse adam"])
+def test_what_is_tracked_is_what_changed(registry, name, every_steps):
+    """Through states that were there before; of rows that stay by rounding alone, too many may be published."""
+    torch.manual_seed(0)
+    model, draw = Ranker(sparse=name.startswith("sparse")), torch.Generator().manual_seed(1)
+    kind, options = OPTIMIZERS.get(name.removeprefix("sparse "), (torch.optim.SparseAdam, {}))
+    if name == "sparse adam":
+        kind, options = torch.optim.SparseAdam, {}
+    tables = [model.user.weight, model.embedding_bags["item"].weight]
+    optimizers = [kind(tables, **options), torch.optim.Adam(model.top.parameters())]
+    train(model, optimizers, 3, draw)
+    before = rows_of(model)
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, every_steps=every_steps):
+        train(model, optimizers, 10, draw)
+    after, told = rows_of(model), published(registry)
+    for table in ROWS:
+        changed = np.flatnonzero((before[table] != after[table]).any(axis=1))
+        assert set(changed) <= told[table].keys()
+        extra = sorted(told[table].keys() - set(changed))
+        if "adam" not in name and name not in ("momentum", "rmsprop", "sparse momentum"):
+            assert extra == []
+        assert all((told[table][row] == after[table][row]).all() for row in told[table])
+        assert changed.size > 0
+    if name not in ("decay", "adamw", "asgd"):
+        assert len(told["item"]) < ROWS["item"]
+
+
+def test_rows_come_after_so_many_steps_of_every_optimizer_and_at_the_end(registry):
+    torch.manual_seed(0)
+    model, draw = Ranker(sparse=False), torch.Generator().manual_seed(1)
+    optimizers = [sgd(model.user.parameters()), sgd([*model.embedding_bags.parameters(), *model.top.parameters()])]
+    with DeltaPublisher(registry, MODEL, 1) as publisher:
+        with RowTracker(model, publisher, every_steps=3):
+            train(model, optimizers, 2, draw)
+            assert publisher.sequence == 0
+            train(model, optimizers, 2, draw)
+            first = publisher.sequence
+            assert first > 0
+            after = rows_of(model)
+            train(model, optimizers, 1, draw)
+            assert publisher.sequence == first
+        assert publisher.sequence > first
+    told, last = published(registry), rows_of(model)
+    for table in ROWS:
+        assert (after[table] != last[table]).any()
+        assert all((told[table][row] == last[table][row]).all() for row in told[table])
+
+
+def test_rows_come_after_so_many_seconds(registry):
+    model, draw, now = Ranker(sparse=True), torch.Generator().manual_seed(1), [100.0]
+    every = {"every_s": 5, "monotonic": lambda: now[0]}
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, **every):
+        train(model, [sgd(model.parameters())], 2, draw)
+        assert publisher.sequence == 0
+        now[0] = 105.0
+        train(model, [sgd(model.parameters())], 1, draw)
+        assert publisher.sequence > 0
+
+
+def test_gradients_of_several_passes_are_of_one_step(registry):
+    model, optimizer = Ranker(sparse=False), None
+    optimizer = sgd(model.parameters())
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, every_steps=1):
+        for user in (3, 5):
+            model(torch.tensor([user]), torch.tensor([user]), torch.tensor([0])).sum().backward()
+        assert publisher.sequence == 0
+        optimizer.step()
+    assert {table: sorted(rows) for table, rows in published(registry).items()} == {"user": [3, 5], "item": [3, 5]}
+
+
+def test_lookups_that_train_nothing_are_not_rows_of_a_step(registry):
+    model = Ranker(sparse=False)
+    asked = torch.tensor([9]), torch.tensor([9]), torch.tensor([0])
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, every_steps=1) as tracker:
+        model.eval()(*asked)
+        with torch.no_grad():
+            model.train()(*asked)
+        tracker.step()
+    assert published(registry) == {"user": {}, "item": {}}
+
+
+def test_what_could_not_be_published_stays_changed(registry):
+    model = Ranker(sparse=False)
+    with DeltaPublisher(registry, MODEL, 1) as publisher:
+        tracker = RowTracker(model, publisher, every_steps=1)
+        closed = DeltaPublisher(registry, MODEL, 1)
+        closed.close()
+        tracker._publisher = closed
+        optimizer = sgd(model.parameters())
+        model(torch.tensor([3]), torch.tensor([4]), torch.tensor([0])).sum().backward()
+        with pytest.raises(DeltaError, match="closed"):
+            optimizer.step()
+        tracker._publisher = publisher
+        tracker.flush()
+        tracker.close()
+    assert {table: sorted(rows) for table, rows in published(registry).items()} == {"user": [3], "item": [4]}
+
+
+def test_shared_rows_are_tracked_in_every_module(registry):
+    model = Ranker(sparse=False)
+    model.seen = nn.Embedding(ROWS["user"], 8)
+    model.seen.weight = model.user.weight
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, every_steps=1):
+        optimizer = sgd([model.user.weight])
+        (model.user(torch.tensor([1])).sum() + model.seen(torch.tensor([2])).sum()).backward()
+        optimizer.step()
+    assert sorted(published(registry)["user"]) == [1, 2]
+
+
+def test_rows_without_a_module_are_noted_by_hand(registry):
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(ROWS["user"], 8))
+
+    model = Plain()
+    every = {"every_steps": 1, "tables": {"user": "rows"}}
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, **every) as tracker:
+        optimizer, rows = sgd(model.parameters()), torch.tensor([7, 8])
+        F.embedding(rows, model.rows).sum().backward()
+        with pytest.raises(DeltaError, match="table 'user': no module that is tracked looked rows up"):
+            optimizer.step()
+        tracker.note("user", rows)
+        optimizer.step()
+    assert sorted(published(registry)["user"]) == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda model: None, {}, "every_steps: None, every_s: None; at least one is needed"),
+        (lambda model: None, {"every_steps": 0}, "every_steps: 0"),
+        (lambda model: delattr(model, "user"), {"every_steps": 1}, "may be in any of {'user': \\[\\]}: say which"),
+        (lambda model: setattr(model, "other", nn.ModuleDict({"user": nn.Embedding(3, 8)})), {"every_steps": 1},
+         "\\['user', 'other.user'\\]"),
+        (lambda model: None, {"every_steps": 1, "tables": {"user": "top"}}, "top is a Linear; expected nn.Embedding"),
+    ],
+)  # fmt: skip
+def test_tables_whose_rows_are_not_found_are_refused(registry, change, options, message):
+    model = Ranker(sparse=False)
+    change(model)
+    with DeltaPublisher(registry, MODEL, 1) as publisher, pytest.raises(DeltaError, match=message):
+        RowTracker(model, publisher, **options)
+
+
+def test_a_table_that_moves_as_a_whole_is_told_once(registry, caplog):
+    model, draw = Ranker(sparse=False), torch.Generator().manual_seed(1)
+    with (
+        DeltaPublisher(registry, MODEL, 1) as publisher,
+        RowTracker(model, publisher, every_steps=1),
+        caplog.at_level(logging.WARNING),
+    ):
+        train(model, [sgd(model.parameters(), weight_decay=0.1)], 3, draw)
+    told = [record.getMessage() for record in caplog.records if "published each time" in record.getMessage()]
+    assert sorted(told) == [
+        f"table {name!r}: all rows are published each time: SGD (weight_decay 0.1) moves those without a gradient"
+        for name in ("item", "user")
+    ]
+
+
+def test_hooks_are_gone_after_it(registry):
+    model = Ranker(sparse=False)
+    copied = copy.deepcopy(model)
+    with DeltaPublisher(registry, MODEL, 1) as publisher:
+        with RowTracker(model, publisher, every_steps=1):
+            assert model.user._forward_pre_hooks
+        assert not model.user._forward_pre_hooks
+        train(model, [sgd(model.parameters())], 2, torch.Generator().manual_seed(1))
+        assert publisher.sequence == 0
+    assert not copied.user._forward_pre_hooks
