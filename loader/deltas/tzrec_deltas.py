@@ -152,11 +152,12 @@ def _rows_of_batch(
             continue
         fqn, rows = coded.dictionary[int(table_of_row[begin])].as_py(), embeddings.slice(begin, end - begin)
         lengths, values = np.unique(rows.value_lengths().to_numpy(zero_copy_only=False)), rows.flatten()
-        if lengths.size != 1 or values.null_count or values.type not in ("float", "uint8"):
+        least = {"float": 1, "uint8": HALF_PARAMETERS + 1}.get(str(values.type))
+        if lengths.size != 1 or values.null_count or least is None or lengths[0] < least:
             found = f"{values.type} of widths {lengths[:8].tolist()}"
             expected = "embeddings of float or uint8, all as wide"
             raise DeltaFormatError(f"{path}: table {fqn!r}: expected {expected}, found {found}")
         block = values.to_numpy(zero_copy_only=False).reshape(end - begin, -1)
         if values.type == "uint8":
-            block = RowCodec("int8", max(0, block.shape[1] - HALF_PARAMETERS)).decode(widened(block))
+            block = RowCodec("int8", block.shape[1] - HALF_PARAMETERS).decode(widened(block))
         yield fqn, numbers[begin:end], block
