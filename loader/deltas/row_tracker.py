@@ -33,11 +33,12 @@ _log = logging.getLogger(__name__)
 class _TrackedTable:
     """One table's rows, or a rank's part of them, and which of them were noted and changed.
 
-    `weight` is [rows, dim], its first row is `first_row` of the table.
+    `weight` is [rows, dim], its first row is `first_row` of the table; it `is_fused` if no optimizer has it as a
+    parameter, because the backward pass updates it.
     """
 
-    def __init__(self, name: str, weight: Tensor, first_row: int = 0) -> None:
-        self.name, self.weight, self.first_row = name, weight, first_row
+    def __init__(self, name: str, weight: Tensor, first_row: int = 0, *, is_fused: bool = False) -> None:
+        self.name, self.weight, self.first_row, self.is_fused = name, weight, first_row, is_fused
         self.optimizer: Optimizer | None = None
         self._noted: list[Tensor] = []
         self._changed = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
@@ -113,8 +114,8 @@ class RowTracker(AbstractContextManager["RowTracker"]):
     """Publishes the rows that training changed, every so many steps or seconds. A context manager.
 
     It hooks the module's `nn.Embedding` and `nn.EmbeddingBag`, those of TorchRec's collections as well, and the lookups
-    of TorchRec's sharded ones; and, to see a step, the optimizers that have their weights. Where an optimizer is fused
-    into the backward pass, `step` has to be called. With several ranks each has a tracker and publishes rows that it
+    of TorchRec's sharded ones; and, to see a step, the optimizers of the module's parameters. Where none is a
+    `torch.optim.Optimizer`, `step` has to be called. With several ranks each has a tracker and publishes rows that it
     looked up, of a sharded table those that it has.
 
     Args:
@@ -144,7 +145,7 @@ class RowTracker(AbstractContextManager["RowTracker"]):
         self._monotonic, self._published_at = monotonic, monotonic()
         self._steps: dict[int, int] = {}
         self._has_stepped = False
-        self._closing = ExitStack()
+        self._closing, self._parameters = ExitStack(), {id(parameter) for parameter in module.parameters()}
         spec = publisher.spec
         paths = _paths(module, spec) if tables is None else tables
         if keyed := sorted(table.name for table in spec.tables if table.keys is not None and table.name in paths):
@@ -185,11 +186,13 @@ class RowTracker(AbstractContextManager["RowTracker"]):
 
     def _after_step(self, optimizer: Optimizer, args: Any, more: Any) -> None:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if tables := [table for table in self._tables if id(table.weight) in own]:
-            for table in tables:
-                table.optimizer = optimizer
-            self._has_stepped = True
-            self._count(id(optimizer), tables)
+        if own.isdisjoint(self._parameters):
+            return
+        tables = [table for table in self._tables if id(table.weight) in own]
+        for table in tables:
+            table.optimizer = optimizer
+        self._has_stepped = True
+        self._count(id(optimizer), [*tables, *(table for table in self._tables if table.is_fused)])
 
     def _count(self, optimizer: int, tables: Sequence[_TrackedTable]) -> None:
         for table in tables:
@@ -216,7 +219,7 @@ class RowTracker(AbstractContextManager["RowTracker"]):
         elif isinstance(owner, nn.Parameter):
             yield _TrackedTable(name, owner)
         elif (lookups := getattr(module.get_submodule(parent.rpartition(".")[0]), "_lookups", None)) is not None:
-            yield from _sharded(name, lookups, self._closing)
+            yield from _sharded(name, owner.weight, lookups, self._closing)
         else:
             kinds = "nn.Embedding, nn.EmbeddingBag, a parameter, or of a TorchRec collection"
             raise DeltaError(f"table {name!r}: {path} is a {type(owner).__name__}; expected {kinds}")
@@ -244,7 +247,7 @@ def _is_named(path: str, name: str) -> bool:
     return any(path == end or path.endswith(f".{end}") for end in (name, name.replace(".", "/")))
 
 
-def _sharded(name: str, lookups: Iterable[Any], closing: ExitStack) -> Iterator[_TrackedTable]:
+def _sharded(name: str, parameter: Tensor, lookups: Iterable[Any], closing: ExitStack) -> Iterator[_TrackedTable]:
     """Yield the parts of a table that a rank has of one of TorchRec's sharded collections, by its lookups.
 
     They get the ids of the rank's own rows, counted from the first of these (`local_metadata`). Source:
@@ -258,7 +261,9 @@ def _sharded(name: str, lookups: Iterable[Any], closing: ExitStack) -> Iterator[
                     if weight.shape[1] != config.embedding_dim:
                         raise DeltaError(f"table {name!r}: divided by columns over ranks; rows are published whole")
                     first = 0 if config.local_metadata is None else config.local_metadata.shard_offsets[0]
-                    tracked = _TrackedTable(name, weight, first)
+                    # Every rank has a copy of one that is trained by gradients.
+                    is_fused = config.local_metadata is not None
+                    tracked = _TrackedTable(name, weight if is_fused else parameter, first, is_fused=is_fused)
                     note = partial(_note_features, tracked, config.feature_names)
                     closing.callback(lookup.register_forward_pre_hook(note).remove)
                     yield tracked
