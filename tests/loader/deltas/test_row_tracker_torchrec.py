@@ -1,4 +1,4 @@
-"""The real TorchRec, where it is installed: what a tracker publishes of its collections is what changed, on each rank."""
+"""The real TorchRec, where it is installed: what is published of its collections is what changed, on each rank."""
 
 from __future__ import annotations
 
