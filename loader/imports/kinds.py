@@ -51,8 +51,9 @@ def describe(checkpoint: Checkpoint, kind: Kind, model: str) -> dict[str, Any]:
     if kind == "numpy":
         names = [name for name in checkpoint.names() if len(checkpoint.shape(name)) == 2]
     tables, features = [], []
-    for key in names:
-        name = re.sub(r"[^A-Za-z0-9_.\-]", "_", _table_name(kind, key))
+    short = [_table_name(kind, key) for key in names]
+    for key, one in zip(names, short, strict=True):
+        name = re.sub(r"[^A-Za-z0-9_.\-]", "_", one if short.count(one) == 1 else key.removesuffix(".weight"))
         rows, dim = checkpoint.shape(key)
         size: dict[str, Any] = {"num_embeddings": rows}
         if checkpoint.keys(key) is not None:
@@ -72,4 +73,4 @@ def _table_name(kind: Kind, key: str) -> str:
     """Return what a table is called without the path of its module."""
     if kind in ("torchrec", "tzrec"):
         return re.split(r"(?:^|\.)(?:embedding_bags|embeddings)\.", key)[-1].removesuffix(".weight")
-    return key.rpartition(".")[2] if kind == "dynamicemb" else key
+    return key.rpartition(".")[2] if kind in ("dynamicemb", "tfra") else key

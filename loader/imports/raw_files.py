@@ -59,11 +59,11 @@ def read_dynamicemb(path: Path, rest: Checkpoint | None) -> TablesCheckpoint:
         raise CheckpointError(f"{path}: no file <table>_emb_keys.rank_R.world_size_W{more}")
     tables = dict[str, list[Part]]()
     for name, by_rank in files.items():
-        one = next(iter(by_rank.values()))["keys"]
+        one = next(iter(next(iter(by_rank.values())).values()))
         sizes = {size for _, size in by_rank}
         if len(sizes) > 1:
             refused(one, name, "files of one world size", f"files of {sorted(sizes)}; dump into an empty folder")
-        _check_all(name, one, by_rank, [(rank, min(sizes)) for rank in range(min(sizes))], "rank_{0}.world_size_{1}")
+        _check_all(name, one, by_rank, ((rank, min(sizes)) for rank in range(min(sizes))), "rank_{0}.world_size_{1}")
         arguments = one.with_name(f"{name.rpartition('/')[2]}_opt_args.json")
         if min(sizes) > 1 and _arguments(arguments, name).get("dist_type") == "continuous":
             refused(
@@ -112,14 +112,15 @@ def read_tfra(
     tables = dict[str, list[Part]]()
     for name in sorted(files.keys() - slots):
         by_part = files[name]
-        one = next(iter(by_part.values()))["keys"]
+        one = next(iter(next(iter(by_part.values())).values()))
         sizes = {(parts, size) for _, parts, _, size in by_part}
         if len(sizes) > 1:
             refused(one, name, "files of one number of parts and ranks", f"{sorted(sizes)}; save into an empty folder")
         ((parts, size),) = sizes
-        expected = [(part + 1, parts, rank, size) for rank in range(size) for part in range(parts)]
+        expected = ((part + 1, parts, rank, size) for rank in range(size) for part in range(parts))
         _check_all(name, one, by_part, expected, "{0}of{1}_rank{2}_size{3}")
-        found = [raw_part(name, by_part[at]["keys"], by_part[at]["values"], key_dtype, value_dtype) for at in expected]
+        in_order = (of for _, of in sorted(by_part.items()))
+        found = [raw_part(name, of["keys"], of["values"], key_dtype, value_dtype) for of in in_order]
         tables[name.removesuffix("-parameter").replace("/", ".")] = found
     return TablesCheckpoint(path, tables, rest, [f"{name}: left out, it is an optimizer's" for name in sorted(slots)])
 
@@ -196,12 +197,15 @@ def _check_all(
     text: str,
 ) -> None:
     """Refuse a table that has not exactly the parts that are expected, each with keys and values."""
-    wanted = set(expected)
-    for at in sorted(wanted | by_part.keys()):
-        if at not in wanted or (missing := {"keys", "values"} - by_part.get(at, {}).keys()):
-            what = f"no part {text.format(*at)}" if at not in wanted else f"keys and values of {text.format(*at)}"
-            found = "one" if at not in wanted else f"no {' and no '.join(sorted(missing))} beside {one.name}"
-            refused(one.parent, table, what, found)
+    wanted = set()
+    # One by one: a name may say any number of parts, and the first that is not there ends it.
+    for at in expected:
+        if missing := {"keys", "values"} - by_part.get(at, {}).keys():
+            found = f"no {' and no '.join(sorted(missing))} beside {one.name}"
+            refused(one.parent, table, f"keys and values of {text.format(*at)}", found)
+        wanted.add(at)
+    if others := sorted(by_part.keys() - wanted):
+        refused(one.parent, table, f"no part {text.format(*others[0])}", "one")
 
 
 def _arguments(file: Path, table: str) -> Mapping[str, object]:

@@ -175,18 +175,21 @@ def _joined(table: str, parts: Sequence[Part]) -> FoundTable:
 
 
 def _joined_keys(parts: Sequence[Int64Array]) -> Int64Array:
-    """Return keys one after the other, int64 [n]: as they are mapped, or in a file that has no name, not in memory."""
+    """Return keys one after the other, int64 [n]: as they are mapped, or as `keys_in_file` gives them room."""
     if len(parts) == 1:
         return parts[0]
-    total = sum(part.size for part in parts)
-    with tempfile.TemporaryFile() as file:
-        file.truncate(max(1, total) * 8)
-        keys: Int64Array = np.memmap(file, np.int64, "r+", shape=(total,))
-    start = 0
+    keys, start = keys_in_file(sum(part.size for part in parts)), 0
     for part in parts:
         keys[start : start + part.size] = part
         start += part.size
     return keys
+
+
+def keys_in_file(count: int) -> Int64Array:
+    """Return room for keys, int64 [count], in a file that has no name: it is not of this process's memory."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(max(1, count) * 8)
+        return np.memmap(file, np.int64, "r+", shape=(count,))
 
 
 class TablesCheckpoint(Checkpoint):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,15 @@ import torch
 
 from loader.checkpoints import Checkpoint, open_checkpoint
 from loader.divided_rows import chosen_rows
-from loader.imports.tables import refused
+from loader.imports.tables import keys_in_file, refused
+from loader.keyed_rows import first_twice
 from loader.snapshot.buckets import Int64Array
 from loader.snapshot.row_source import RowSource
 
 _MODULES = "_managed_collision_modules."
 _SORTED, _ROWS_OF_SORTED, _IDENTITIES = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_hash_zch_identities"
 _COLLECTIONS = ("embedding_bags", "embeddings")
+_BLOCK_IDS = 1 << 20
 
 
 class _KeyedRows(NamedTuple):
@@ -86,31 +88,35 @@ class TorchRecCheckpoint(Checkpoint):
         if (prefix := self._maps.get(name)) is None:
             return None
         given, num_rows = self._inner.names(), self._inner.shape(name)[0]
-        ids_name = f"{prefix}.{_SORTED if f'{prefix}.{_SORTED}' in given else _IDENTITIES}"
-        ids = self._inner.tensor(ids_name).reshape(-1).numpy()
+        ids_name = _SORTED if (is_sorted := f"{prefix}.{_SORTED}" in given) else _IDENTITIES
+        ids = self._map(f"{prefix}.{ids_name}")
         if ids.dtype != np.int64 or ids.size > num_rows:
-            refused(
-                self.path,
-                name,
-                f"{ids_name}: at most {num_rows} raw ids int64, one for each row",
-                f"{ids.dtype} [{ids.size}]",
-            )
-        if ids_name.endswith(_SORTED):
-            is_there = ids != np.iinfo(np.int64).max
-            rows = self._inner.tensor(f"{prefix}.{_ROWS_OF_SORTED}").numpy()[is_there]
-        else:
-            is_there = ids != -1
-            rows = np.flatnonzero(is_there)
-        has_key = np.zeros(num_rows, bool)
-        if rows.size and (rows.min() < 0 or rows.max() >= num_rows):
-            refused(self.path, name, f"{_ROWS_OF_SORTED}: rows 0 to {num_rows - 1}", f"{rows.min()} to {rows.max()}")
-        has_key[rows] = True
-        if (distinct := int(has_key.sum())) != rows.size:
-            refused(
-                self.path, name, f"{_ROWS_OF_SORTED}: a row for each of {rows.size} ids", f"{distinct} different rows"
-            )
-        keys = ids[is_there]
-        return _KeyedRows(keys if ids_name.endswith(_IDENTITIES) else keys[np.argsort(rows)], has_key)
+            expected = f"{ids_name}: at most {num_rows} raw ids int64, one for each row"
+            refused(self.path, name, expected, f"{ids.dtype} [{ids.size}]")
+        rows_of = self._map(f"{prefix}.{_ROWS_OF_SORTED}") if is_sorted else np.arange(0)
+        if is_sorted and (rows_of.dtype, rows_of.size) != (ids.dtype, ids.size):
+            expected = f"{_ROWS_OF_SORTED}: int64 [{ids.size}], as there are ids"
+            refused(self.path, name, expected, f"{rows_of.dtype} [{rows_of.size}]")
+        by_row, has_key, count = keys_in_file(num_rows), np.zeros(num_rows, bool), 0
+        for start in range(0, ids.size, _BLOCK_IDS):
+            some = ids[start : start + _BLOCK_IDS]
+            is_there = some != (np.iinfo(np.int64).max if is_sorted else -1)
+            rows = rows_of[start : start + _BLOCK_IDS][is_there] if is_sorted else start + np.flatnonzero(is_there)
+            if rows.size and (rows.min() < 0 or rows.max() >= num_rows):
+                found = f"{rows.min()} to {rows.max()}"
+                refused(self.path, name, f"{_ROWS_OF_SORTED}: rows 0 to {num_rows - 1}", found)
+            by_row[rows], has_key[rows] = some[is_there], True
+            count += rows.size
+        if (distinct := int(has_key.sum())) != count:
+            refused(self.path, name, f"{_ROWS_OF_SORTED}: a row for each of {count} ids", f"{distinct} different rows")
+        del ids, rows_of
+        keys = np.compress(has_key, by_row, out=keys_in_file(count))
+        if (twice := first_twice(keys)) is not None:
+            refused(self.path, name, "each raw id once", f"{twice} twice")
+        return _KeyedRows(keys, has_key)
+
+    def _map(self, name: str) -> npt.NDArray[Any]:
+        return self._inner.tensor(name).reshape(-1).numpy()
 
 
 def _is_weight_of(name: str, prefix: str) -> bool:

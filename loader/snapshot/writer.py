@@ -276,7 +276,7 @@ def _encoded(
             raise ExportError(f"table {table.name!r}, row {row}{source.place(row)}: holds NaN or inf")
         encoded: list[ByteArray] = []
         for part, columns in slices:
-            values: Any = block[:, columns]
+            values: Any = block if as_stored else block[:, columns]
             encoded.append(values if as_stored else _codec(part).encode(values))
             if (bad := _codec(part).first_non_finite(encoded[-1])) is not None:
                 row, of = first_row + bad, _codec(part).decode(values[bad:][:1]) if as_stored else values[bad]

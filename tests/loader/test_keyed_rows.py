@@ -10,6 +10,7 @@ import safetensors.numpy
 
 from loader.description import ModelDescription
 from loader.errors import ExportError, SnapshotCorruptError
+from loader.keyed_rows import first_twice
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from loader.snapshot.row_source import RowsFromBlocks
@@ -195,3 +196,16 @@ def test_slices_have_the_keys_of_their_table(tmp_path, given):
     snapshot = Snapshot.open(path)
     for index in range(3):
         np.testing.assert_array_equal(snapshot.keys("items.c0", index), snapshot.keys("items.c1", index))
+
+
+def test_many_keys_are_looked_through_in_parts_and_the_one_that_is_twice_is_found(monkeypatch):
+    monkeypatch.setattr("loader.keyed_rows._SORTED_KEYS", 100)
+    keys = random_keys(np.random.default_rng(8), 1050)
+    assert keys.size == 1050
+    assert first_twice(keys) is None
+    for mine, other in ((0, 1049), (500, 501), (3, 700)):
+        twice = keys.copy()
+        twice[mine] = twice[other]
+        assert first_twice(twice) == keys[other]
+    assert first_twice(np.zeros(0, np.int64)) is None
+    assert first_twice(np.array([7, 3, 7, 3])) == 3
