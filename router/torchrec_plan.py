@@ -11,6 +11,7 @@ same rows. A rank is a card of a host in both; how many a host has is told by th
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from loader.errors import cut
 from loader.snapshot.manifest import MAX_PLAN_BYTES, ModelSpec
 from loader.snapshot.tables import NUM_BUCKETS, TableSpec
 from router.errors import PlanError
-from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan
+from router.plan_file import MAX_SHARDS, PlanFile, RanksOfBuckets, ShardingType, TablePlan
 
 _KINDS: dict[str, ShardingType] = {
     "data_parallel": "data_parallel",
@@ -33,7 +34,7 @@ _KINDS: dict[str, ShardingType] = {
     "table_column_wise": "column_wise",
     "grid_shard": "grid_shard",
 }
-_PLACEMENT = re.compile(r"rank:\d+/(?:cuda:(\d+)|cpu)")
+_PLACEMENT = re.compile(r"rank:(\d+)/(?:cuda:(\d+)|cpu)")
 
 
 def read_plan(path: Path, spec: ModelSpec) -> PlanFile:
@@ -57,17 +58,21 @@ def _converted(where: str, plan: Mapping[str, Any], spec: ModelSpec) -> PlanFile
                     f"{where}: table {both[0]!r} is in two modules, and a model's tables have one name each"
                 )
             tables |= module
-        shards = [shard for table in tables.values() for shard in table.get("shards") or ()]
-        cards = [int(found[1] or 0) for shard in shards if (found := _PLACEMENT.fullmatch(shard["placement"]))]
+        placements = [shard["placement"] for table in tables.values() for shard in table.get("shards") or ()]
+        placed = [(int(found[1]), int(found[2] or 0)) for found in map(_PLACEMENT.fullmatch, placements) if found]
         ranks = 1 + max(rank for table in tables.values() for rank in table["ranks"])
         if missing := sorted({table.name for table in spec.tables} - tables.keys()):
             raise PlanError(f"{where}: tables {missing} are not in it; it has {cut(sorted(tables))}")
-        cards_per_shard = 1 + max(cards, default=0)
+        # The first rank of each host, which need not be on every card, is a multiple of it.
+        least = 1 + max((card for _, card in placed), default=0)
+        cards_per_shard = 1 if least == 1 else math.gcd(*(rank - card for rank, card in placed)) or least
         num_shards = -(-ranks // cards_per_shard)
+        if cards_per_shard < least or num_shards > MAX_SHARDS:
+            raise PlanError(f"{where}: {ranks} ranks, {least} or more cards to a host: these are no hosts of one size")
         first_cards = tuple(shard * cards_per_shard for shard in range(num_shards))
         planned = [_table_plan(where, table, tables[table.name], first_cards) for table in spec.tables]
         return PlanFile.parse(where, PlanFile.of(spec.model, num_shards, cards_per_shard, planned).to_json().encode())
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise PlanError(f"{where}: not a plan as ShardingPlan._serialize gives it: {cut(repr(error))}") from error
 
 

@@ -242,11 +242,15 @@ def _golden(golden: Path | None, requests: Path | None, scores: Path | None) -> 
 
         return GoldenRequests.from_requests(asked, map_npy(scores).reshape(-1))
     answers = [_json_line(scores, *line) for line in enumerate(_read_lines(scores), 1)]
-    flat = {
-        name: [value for answer in answers for value in answer["outputs"][name]]
-        for name in answers[0].get("outputs", {})
-    }
-    return GoldenRequests.from_requests(asked, [score for answer in answers for score in answer["scores"]], flat)
+    try:
+        found = [score for answer in answers for score in answer["scores"]]
+        names = answers[0].get("outputs", {})
+        flat = {name: [value for answer in answers for value in answer["outputs"][name]] for name in names}
+    except (KeyError, TypeError) as error:
+        raise ExportError(
+            f"{scores}: an answer has not the lists scores, and outputs as the first: {error!r}"
+        ) from error
+    return GoldenRequests.from_requests(asked, found, flat)
 
 
 def _json_line(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -325,8 +329,7 @@ class Pruned(NamedTuple):
         if prune and not counts and not ids:
             raise ExportError("--prune needs --counts or --ids: rows that nobody asked for can't be told without")
         traced = read_traces(ids, *described.traced_features)
-        if ids:
-            described = fitted(described, traced)
+        described = fitted(described, traced) if ids else described
         spec = compiled(f"{path}: ", described, None, num_keys)
         counted, also = read_access_counts(counts, spec), read_access_counts(keep, spec)
         of_ids = count_rows(described.tables, traced)
