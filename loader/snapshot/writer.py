@@ -69,6 +69,7 @@ _INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32
 
 # float32 bytes asked of a source at a time.
 BLOCK_BYTES = 16 << 20
+_KEY_ORDER_BYTES = 40
 _NO_KEYS = np.zeros(0, np.int64)
 
 
@@ -206,11 +207,12 @@ class _Export:
                     encoded = {}
                     progress(f"table {table.name}", min(first + rows_per_file, num_rows), num_rows)
                 for stored, path in zip(table.slices, paths, strict=True):
-                    # Popped, so that each slice is freed once it is written.
+                    # Popped, and let go of, so that each slice is freed once it is written.
                     tensors = {"rows": encoded.pop(stored.name, None)} | (
                         {"keys": keys[key_order(keys)]} if keys.size else {}
                     )
                     entries[path] = folder.write(path, partial(_save, tensors))
+                    del tensors
             for stored in table.slices:
                 if (path_of_mean := self.missing_row_path(stored)) is not None:
                     files = [folder.path(path) for path in self.rows_paths(stored)]
@@ -350,6 +352,8 @@ def _file_rows(spec: ModelSpec, keys: Mapping[str, Int64Array], rows_per_file: i
 def _rows_per_file(table: TableSpec, num_rows: int, rows_per_file: int | None) -> int:
     if rows_per_file is None:
         row_bytes = sum(RowCodec(part.dtype, part.embedding_dim).row_bytes for part in table.slices)
+        # The order of a file's keys is made in memory as well.
+        row_bytes += _KEY_ORDER_BYTES if table.keys is not None else 0
         rows_per_file = default_rows_per_file(table, row_bytes, num_rows)
     if not MIN_ROWS_PER_FILE <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
         raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {MIN_ROWS_PER_FILE}")

@@ -142,7 +142,7 @@ WHOLE = [shard(0, None, (0, 0), (ROWS, DIM))]
         ),
         ({"plan": {"ebc": {"users": {"sharding_type": "table_wise", "ranks": [0], "shards": WHOLE}}}},
          r"tables \['films'\] are not in it; it has \['users'\]"),
-        ({"plan": document("table_wise", [0], WHOLE)["plan"] | {"b": {"films": {}}}}, "table 'films' is in two modules"),
+        ({"plan": document("table_wise", [0], WHOLE)["plan"] | {"b": {"films": {}}}}, "'films' is in two modules"),
         ({"plan": {"ebc": [1]}}, "not a plan as"),
         ({"plan": {}}, "not a plan as"),
         ({"plan": 3}, "plan.json: "),
