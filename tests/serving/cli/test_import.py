@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from loader.imports.kinds import Kind
 from loader.snapshot.codecs import RowCodec
 from loader.snapshot.reader import Snapshot
 from router.plan_file import PlanFile
-from serving.embedded import Ranker
 from serving.exporting import compiled, read_description
 from serving.models.exported import export_program
 from shardrank_testing.command_line import shardrank
@@ -30,95 +28,18 @@ from shardrank_testing.foreign_checkpoints import (
     saved_table,
     write_dynamicemb,
     write_hps,
-    write_numpy,
-    write_tfra,
-    write_tzrec,
-    zch_state,
 )
-
-TABLES = {"films": saved_table(1, 60, 8), "users": saved_table(2, 30, 4, extremes=False)}
-_RNG = np.random.default_rng(3)
-DENSE = {
-    "mlp.layers.0.weight": _RNG.normal(size=(6, 12)).astype(np.float32),
-    "mlp.layers.0.bias": _RNG.normal(size=6).astype(np.float32),
-    "mlp.layers.1.weight": _RNG.normal(size=(1, 6)).astype(np.float32),
-    "mlp.layers.1.bias": _RNG.normal(size=1).astype(np.float32),
-}
-"""Of an MLP over the pooled rows of `films`, then those of `users`."""
-SIDES = {"films": "candidate", "users": "context"}
-MODEL = {"kind": "mlp", "config": {"hidden": [6]}}
-TFRA = "variables/TFRADynamicEmbedding"
-
-
-def requests(count: int = 3) -> list[dict[str, Any]]:
-    """Requests of keys that there are, and one that is not."""
-    films, users = (TABLES[name].keys.tolist() for name in ("films", "users"))  # type: ignore[union-attr]
-    made = [
-        {
-            "context": {"sparse": {"users": [users[n]]}},
-            "candidates": {"sparse": {"films": [[one] for one in films[n::9]]}},
-        }
-        for n in range(count)
-    ]
-    made[0]["candidates"]["sparse"]["films"].append([987_654_321])
-    return made
-
-
-def pooled(tables: Mapping[str, Saved], name: str, keys: list[int]) -> np.ndarray:
-    rows = tables[name].by_key()
-    found = [np.frombuffer(rows[key], np.float32) for key in keys if key in rows]
-    result: np.ndarray = np.sum(found, axis=0) if found else np.zeros(tables[name].rows.shape[1])
-    return result
-
-
-def scores_of(request: dict[str, Any], tables: Mapping[str, Saved] = TABLES) -> list[float]:
-    """What training computes: by definition, in NumPy."""
-    user = pooled(tables, "users", request["context"]["sparse"]["users"])
-    scores = []
-    for film in request["candidates"]["sparse"]["films"]:
-        inputs = np.concatenate([pooled(tables, "films", film), user])
-        hidden = np.maximum(DENSE["mlp.layers.0.weight"] @ inputs + DENSE["mlp.layers.0.bias"], 0)
-        logit = DENSE["mlp.layers.1.weight"] @ hidden + DENSE["mlp.layers.1.bias"]
-        scores.append(float(1 / (1 + np.exp(-logit[0]))))
-    return scores
-
-
-def write(folder: Path, kind: Kind, **more: Any) -> list[object]:
-    """Write what a system of that kind saves; return the words of the command that say what and where it is."""
-    at, words = folder / "saved", list[object]()
-    match kind:
-        case "dynamicemb":
-            write_dynamicemb(at, TABLES, 2)
-        case "tzrec":
-            write_tzrec(at, {f"model.ebc.embedding_bags.{name}": one for name, one in TABLES.items()}, 2, **more)
-        case "hps":
-            write_hps(at, TABLES)
-        case "tfra":
-            write_tfra(at, {f"{name}-parameter": one for name, one in TABLES.items()}, 2)
-        case "torchrec":
-            without = {
-                name: one._replace(keys=np.where(one.keys == 2**63 - 1, 5, one.keys)) for name, one in TABLES.items()
-            }
-            at, state = folder / "saved.pt", dict[str, Any]()
-            for name, saved in without.items():
-                state |= zch_state(name, saved, 64, 2)
-            torch.save(state | {f"over.{name}": torch.from_numpy(one) for name, one in DENSE.items()}, at)
-            words += ["--dense-prefix", "over."]
-        case "numpy":
-            # As Keras saves kernels, [in, out].
-            kernels = {name.replace("mlp.layers.", "dense_"): one.T for name, one in DENSE.items()}
-            write_numpy(at, TABLES, kernels)
-            names: dict[str, Any] = {
-                name: {"key": name.replace("mlp.layers.", "dense_"), "transpose": one.ndim == 2}
-                for name, one in DENSE.items()
-            }
-            names["mlp.layers.1.bias"] = "dense_1.bias"
-            (folder / "names.json").write_text(json.dumps(names))
-            words += ["--dense-map", folder / "names.json"]
-    if kind not in ("torchrec", "numpy"):
-        torch.save({name: torch.from_numpy(one) for name, one in DENSE.items()}, folder / "dense.pt")
-        words += ["--checkpoint", folder / "dense.pt"]
-    return [kind, at, *words]
+from shardrank_testing.imported_model import (
+    DENSE,
+    MODEL,
+    SIDES,
+    TABLES,
+    check_scores,
+    golden,
+    requests,
+    scores_of,
+    write,
+)
 
 
 def fill_in(file: Path, dtype: str = "fp32", **more: Any) -> None:
@@ -136,19 +57,6 @@ def fill_in(file: Path, dtype: str = "fp32", **more: Any) -> None:
 def import_(folder: Path, words: list[object], *more: object, code: int | None = 0) -> str:
     described, store = folder / "shop.json", folder / "models"
     return shardrank("import", *words, "--model", described, "--store", store, *more, code=code).output
-
-
-def golden(folder: Path, tables: Mapping[str, Saved] = TABLES) -> tuple[object, ...]:
-    (folder / "requests.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in requests()))
-    np.save(folder / "scores.npy", np.concatenate([scores_of(one, tables) for one in requests()]))
-    return ("--golden-from", folder / "requests.jsonl", "--scores", folder / "scores.npy")
-
-
-def check_scores(path: Path, tables: Mapping[str, Saved] = TABLES, **options: Any) -> None:
-    with Ranker.open(path, dtype="float32", **options) as ranker:
-        for request in requests():
-            got = ranker.rank("shop", **request).scores
-            np.testing.assert_allclose(got, scores_of(request, tables), atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["dynamicemb", "tzrec", "torchrec", "hps", "tfra", "numpy"])
@@ -226,7 +134,7 @@ def test_a_description_is_printed_or_written_once(tmp_path: Path) -> None:
     words = write(tmp_path, "numpy")
     printed = json.loads(shardrank("import", *words[:2], "--describe").stdout)
     assert [(one["name"], one["embedding_dim"]) for one in printed["tables"]] == [
-        ("dense_0.weight", 6), ("dense_1.weight", 1), ("films", 8), ("users", 4)
+        ("dense.kernel", 6), ("dense_1.kernel", 1), ("films", 8), ("users", 4)
     ]  # fmt: skip
     file = tmp_path / "shop.json"
     shardrank("import", *words[:2], "--describe", "--model", file)
@@ -379,7 +287,7 @@ def test_a_plan_of_torchrec_divides_what_was_imported(tmp_path: Path) -> None:
         ('{"mlp.layers.0.weight": {"key": "a", "by": 2}}', "'mlp.layers.0.weight': expected a key, or"),
         ('{"mlp.layers.0.weight": {"key": "a", "transpose": "yes"}}', "'mlp.layers.0.weight': expected a key, or"),
         ('{"mlp.layers.0.weight": "kernel"}', "has no tensor 'kernel'"),
-        ('{"mlp.layers.0.weight": "dense_0.weight"}', "missing tensors"),
+        ('{"mlp.layers.0.weight": "dense.kernel"}', "missing tensors"),
     ],
 )
 def test_a_map_of_dense_names_that_does_not_fit_is_refused(tmp_path: Path, text: str, problem: str) -> None:
