@@ -34,7 +34,7 @@ import torch
 from loader.checkpoints import Checkpoint
 from loader.errors import CheckpointError, ExportError, TraceError, cut
 from loader.imports.tables import KeyDtype, Part, TablesCheckpoint, ValueDtype, raw_part, refused
-from loader.keyed_rows import as_keys
+from loader.keyed_rows import as_keys, first_twice
 from loader.snapshot.buckets import Int64Array
 from loader.snapshot.row_source import ArrayRows, RowSource
 from loader.traces import map_npy
@@ -66,12 +66,8 @@ def read_dynamicemb(path: Path, rest: Checkpoint | None) -> TablesCheckpoint:
         _check_all(name, one, by_rank, ((rank, min(sizes)) for rank in range(min(sizes))), "rank_{0}.world_size_{1}")
         arguments = one.with_name(f"{name.rpartition('/')[2]}_opt_args.json")
         if min(sizes) > 1 and _arguments(arguments, name).get("dist_type") == "continuous":
-            refused(
-                arguments,
-                name,
-                "dist_type roundrobin or hash_roundrobin",
-                "continuous, whose keys are numbers within a rank",
-            )
+            expected = "dist_type roundrobin or hash_roundrobin"
+            refused(arguments, name, expected, "continuous, whose keys are numbers within a rank")
         in_order = (of for _, of in sorted(by_rank.items()))
         tables[name.replace("/", ".")] = [raw_part(name, of["keys"], of["values"]) for of in in_order]
     return TablesCheckpoint(path, tables, rest)
@@ -162,9 +158,12 @@ class NumpyFolder(Checkpoint):
         if (file := self._keys.get(name)) is None:
             return None
         try:
-            return as_keys(f"{file}: table {name!r}", "int64", self._map(name, file))
+            keys = as_keys(f"{file}: table {name!r}", "int64", self._map(name, file))
         except ExportError as error:
             raise CheckpointError(str(error)) from error
+        if (twice := first_twice(keys)) is not None:
+            refused(file, name, "each key once", f"{twice} twice")
+        return keys
 
     @property
     def tables(self) -> Mapping[str, str]:

@@ -51,17 +51,16 @@ def refused(file: Path, table: str, expected: str, found: object) -> NoReturn:
     raise CheckpointError(f"{file}: table {table!r}: expected {expected}, found {found}")
 
 
-def map_raw(file: Path, table: str, dtype: str, columns: int = 1) -> npt.NDArray[Any]:
-    """Map a file of little-endian numbers and nothing else, [n, columns], or [n] of one column.
+def map_raw(file: Path, table: str, dtype: str) -> npt.NDArray[Any]:
+    """Map a file of little-endian numbers and nothing else, [n]; those of bfloat16 as int16.
 
-    bfloat16 is mapped as int16. Raises CheckpointError if it can't be read, or ends within a row.
+    Raises CheckpointError if it can't be read, or ends within a number.
     """
     kind = np.dtype("<i2" if dtype == "bfloat16" else dtype).newbyteorder("<")
     try:
-        size, row_bytes = file.stat().st_size, columns * kind.itemsize
-        if size % row_bytes:
-            refused(file, table, f"whole rows of {columns} {dtype}, {row_bytes} bytes each", f"{size} bytes")
-        shape = (size // row_bytes, columns) if columns > 1 else (size // row_bytes,)
+        if (size := file.stat().st_size) % kind.itemsize:
+            refused(file, table, f"{dtype}, {kind.itemsize} bytes each", f"{size} bytes")
+        shape = (size // kind.itemsize,)
         return np.zeros(shape, kind) if not size else map_array(file, 0, shape, kind, copy_on_write=True)
     except OSError as error:
         raise CheckpointError(f"{file}: table {table!r}: {error.strerror or error}") from error
@@ -77,12 +76,8 @@ def raw_part(
     keys, values = map_raw(key_file, table, key_dtype), map_raw(value_file, table, value_dtype)
     if not keys.size or values.size % keys.size or not values.size:
         if keys.size or values.size:
-            refused(
-                value_file,
-                table,
-                f"as many rows as the {keys.size} keys of {key_file.name}",
-                f"{values.size} {value_dtype}",
-            )
+            expected = f"as many rows as the {keys.size} keys of {key_file.name}"
+            refused(value_file, table, expected, f"{values.size} {value_dtype}")
         return Part(value_file, np.zeros((0, 0), np.float32), np.zeros(0, np.int64))
     rows: Any = values.reshape(keys.size, -1)
     if value_dtype == "bfloat16":
@@ -168,9 +163,8 @@ def _joined(table: str, parts: Sequence[Part]) -> FoundTable:
         refused(parts[0].file, table, f"{keys.size} rows, as there are keys", rows.num_embeddings)
     if (twice := first_twice(keys)) is not None:
         files = [str(part.file) for part in parts if part.keys is not None and (part.keys == twice).any()]
-        refused(
-            Path(files[0]), table, "each key once", f"{twice} twice{''.join(f', also in {file}' for file in files[1:])}"
-        )
+        others = "".join(f", also in {file}" for file in files[1:])
+        refused(Path(files[0]), table, "each key once", f"{twice} twice{others}")
     return FoundTable(rows, keys, dtype)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +46,7 @@ class TorchRecCheckpoint(Checkpoint):
         self._inner = open_checkpoint(path)
         names = self._inner.names()
         if kept := [name for name in names if name.endswith(".weight_id")]:
-            refused(
-                path, kept[0].removesuffix(".weight_id"), "rows by number", "rows of a key-value kernel, whose ids move"
-            )
+            refused(path, kept[0].removesuffix(".weight_id"), "rows by number", "rows of a key-value kernel")
         self._maps = {
             name: prefix
             for prefix in {name.rpartition(".")[0] for name in names if _MODULES in name}
@@ -58,7 +56,7 @@ class TorchRecCheckpoint(Checkpoint):
         super().__init__(path, {name: None for name in names if _MODULES not in name})
         self._keyed_rows = cache(self._read_keyed_rows)
         self.told = [
-            f"{name}: an id without a row gets zeros, or what `missing` says; TorchRec gives it its shard's last row"
+            f"{name}: an id without a row gets zeros, or what `missing` says; TorchRec gives it another's row"
             for name in self._maps
         ]
 
@@ -88,35 +86,29 @@ class TorchRecCheckpoint(Checkpoint):
         if (prefix := self._maps.get(name)) is None:
             return None
         given, num_rows = self._inner.names(), self._inner.shape(name)[0]
-        ids_name = _SORTED if (is_sorted := f"{prefix}.{_SORTED}" in given) else _IDENTITIES
-        ids = self._map(f"{prefix}.{ids_name}")
-        if ids.dtype != np.int64 or ids.size > num_rows:
-            expected = f"{ids_name}: at most {num_rows} raw ids int64, one for each row"
-            refused(self.path, name, expected, f"{ids.dtype} [{ids.size}]")
-        rows_of = self._map(f"{prefix}.{_ROWS_OF_SORTED}") if is_sorted else np.arange(0)
-        if is_sorted and (rows_of.dtype, rows_of.size) != (ids.dtype, ids.size):
-            expected = f"{_ROWS_OF_SORTED}: int64 [{ids.size}], as there are ids"
-            refused(self.path, name, expected, f"{rows_of.dtype} [{rows_of.size}]")
+        ends = (_SORTED, _ROWS_OF_SORTED) if f"{prefix}.{_SORTED}" in given else (_IDENTITIES,)
+        tensors = {end: self._inner.tensor(f"{prefix}.{end}").reshape(-1).numpy() for end in ends}
+        ids, rows_of = tensors[ends[0]], tensors.get(_ROWS_OF_SORTED)
+        for end, tensor in tensors.items():
+            if tensor.dtype != np.int64 or tensor.size != ids.size or ids.size > num_rows:
+                expected = f"{end}: int64 [{min(ids.size, num_rows)}], at most one for each row"
+                refused(self.path, name, expected, f"{tensor.dtype} [{tensor.size}]")
         by_row, has_key, count = keys_in_file(num_rows), np.zeros(num_rows, bool), 0
         for start in range(0, ids.size, _BLOCK_IDS):
             some = ids[start : start + _BLOCK_IDS]
-            is_there = some != (np.iinfo(np.int64).max if is_sorted else -1)
-            rows = rows_of[start : start + _BLOCK_IDS][is_there] if is_sorted else start + np.flatnonzero(is_there)
+            is_there = some != (-1 if rows_of is None else np.iinfo(np.int64).max)
+            rows = start + np.flatnonzero(is_there) if rows_of is None else rows_of[start:][:_BLOCK_IDS][is_there]
             if rows.size and (rows.min() < 0 or rows.max() >= num_rows):
-                found = f"{rows.min()} to {rows.max()}"
-                refused(self.path, name, f"{_ROWS_OF_SORTED}: rows 0 to {num_rows - 1}", found)
+                refused(self.path, name, f"{_ROWS_OF_SORTED}: rows below {num_rows}", f"{rows.min()} to {rows.max()}")
             by_row[rows], has_key[rows] = some[is_there], True
             count += rows.size
         if (distinct := int(has_key.sum())) != count:
             refused(self.path, name, f"{_ROWS_OF_SORTED}: a row for each of {count} ids", f"{distinct} different rows")
-        del ids, rows_of
+        del ids, rows_of, tensors, tensor
         keys = np.compress(has_key, by_row, out=keys_in_file(count))
         if (twice := first_twice(keys)) is not None:
             refused(self.path, name, "each raw id once", f"{twice} twice")
         return _KeyedRows(keys, has_key)
-
-    def _map(self, name: str) -> npt.NDArray[Any]:
-        return self._inner.tensor(name).reshape(-1).numpy()
 
 
 def _is_weight_of(name: str, prefix: str) -> bool:

@@ -102,6 +102,10 @@ class ArrayRows(RowSource):
         sample = digest.hexdigest()
         return sample if self._file is None else f"{sample} {file_fingerprint(self._file, self._name)}"
 
+    def place(self, row: int) -> str:
+        """Return the file that rows are mapped from, if they are."""
+        return "" if self._file is None else f" ({self._file})"
+
     def _read(self, chosen: Any) -> Float32Array:
         if isinstance(self._rows, torch.Tensor):
             return np.asarray(self._rows[chosen].to("cpu", torch.float32).numpy())

@@ -92,7 +92,7 @@ def other_dim(at: Path) -> None:
         (
             lambda at: cut_off(at / "model" / f"films_emb_values{NAMED.format(1, 2)}", 3),
             r"films_emb_values\.rank_1\.world_size_2: table 'model/films': "
-            r"expected whole rows of 1 float32, 4 bytes each, found \d+ bytes",
+            r"expected float32, 4 bytes each, found \d+ bytes",
         ),
         (
             lambda at: cut_off(at / "model" / f"films_emb_values{NAMED.format(1, 2)}", 4),
@@ -169,7 +169,7 @@ def test_a_name_of_any_number_of_ranks_costs_nothing(tmp_path: Path) -> None:
         ),
         (
             lambda at: cut_off(at / "films/key", 1),
-            r"films/key: table 'films': expected whole rows of 1 int64, 8 bytes each, found 319 bytes",
+            r"films/key: table 'films': expected int64, 8 bytes each, found 319 bytes",
         ),
         (
             lambda at: (at / "films/key").write_bytes(b""),
@@ -218,7 +218,7 @@ VARIABLES = "variables/TFRADynamicEmbedding"
         ),
         (
             lambda at: cut_off(at / VARIABLES / "films_mht_1of1_rank0_size2-values", 2),
-            rf"films_mht_1of1_rank0_size2-values: table '{VARIABLES}/films': expected whole rows of 1 float32, 4 bytes",
+            rf"films_mht_1of1_rank0_size2-values: table '{VARIABLES}/films': expected float32, 4 bytes",
         ),
         (
             lambda at: [file.unlink() for file in at.rglob("*_mht_*")],
@@ -384,6 +384,10 @@ def duplicated(at: Path) -> np.ndarray:
             r"films\.keys\.npy: table 'films': expected \[40\] keys, as there are rows, found \[39\]",
         ),
         (
+            lambda at: np.save(at / "films.keys.npy", np.arange(40) // 2),
+            r"films\.keys\.npy: table 'films': expected each key once, found 0 twice",
+        ),
+        (
             lambda at: np.save(at / "films.keys.npy", np.arange(40.0)),
             r"films\.keys\.npy: table 'films': expected integers \[n\] of at most 64 bits, got float64 \[40\]",
         ),
@@ -428,14 +432,20 @@ def test_pickles_are_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(("kind", "value"), [("tfra", np.nan), ("tzrec", np.inf)])
+@pytest.mark.parametrize(("kind", "value"), [("tfra", np.nan), ("tzrec", np.inf), ("numpy", np.nan)])
 def test_a_value_that_is_no_number_is_refused_by_its_file_and_its_row_there(
     tmp_path: Path, kind: Kind, value: float
 ) -> None:
     saved = Saved(np.ones((10, 4), np.float32), np.arange(10))
     saved.rows[7, 2] = value  # Of the second rank, the fourth of 1, 3, 5, 7, 9.
-    write = {"tfra": write_tfra, "tzrec": write_tzrec}[kind]
-    checkpoint = open_import(kind, write(tmp_path, {"films": saved}, 2))
+    match kind:
+        case "tfra":
+            write_tfra(tmp_path, {"films": saved}, 2)
+        case "tzrec":
+            write_tzrec(tmp_path, {"films": saved}, 2)
+        case _:
+            write_numpy(tmp_path, {"films": saved}, {})
+    checkpoint = open_import(kind, tmp_path)
     (name,) = checkpoint.names()
     keys = checkpoint.keys(name)
     assert keys is not None
@@ -445,8 +455,12 @@ def test_a_value_that_is_no_number_is_refused_by_its_file_and_its_row_there(
         export_snapshot(
             tmp_path / "store", spec, rows={"films": checkpoint.rows(name)}, keys={"films": keys}, dense={},
         )  # fmt: skip
-    file = "films_mht_1of1_rank1_size2-values" if kind == "tfra" else "sparse_dynamic_embedding-01-of-02.npz"
-    assert re.fullmatch(rf"table 'films', row {row} \(.*/{file}, row 3\): holds NaN or inf", str(caught.value))
+    where = {
+        "tfra": "films_mht_1of1_rank1_size2-values, row 3",
+        "tzrec": "sparse_dynamic_embedding-01-of-02.npz, row 3",
+        "numpy": "films.npy",
+    }[kind]
+    assert re.fullmatch(rf"table 'films', row {row} \(.*/{where}\): holds NaN or inf", str(caught.value))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
