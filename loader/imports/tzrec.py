@@ -41,7 +41,7 @@ def read_tzrec(path: Path, rest: Checkpoint | None) -> TablesCheckpoint:
     read, arrays are not as the layout says, sizes disagree with each other or with the JSON, a key is there twice.
     """
     folder = path / "sparse" if (path / "sparse").is_dir() else path
-    named = [found.groups() for file in folder.iterdir() if (found := _NAME.fullmatch(file.name))]
+    named = [found.groups() for file in folder.glob("*.npz") if (found := _NAME.fullmatch(file.name))]
     kinds, sizes = {kind for kind, _ in named}, {size for _, size in named}
     if not named:
         raise CheckpointError(f"{folder}: no file sparse_embeddings-RR-of-WW.npz")

@@ -411,6 +411,14 @@ def test_numpy_files_that_do_not_fit_are_refused(
     refuse("numpy", tmp_path, message)
 
 
+@pytest.mark.parametrize("kind", ["dynamicemb", "tzrec", "torchrec", "hps", "tfra", "numpy"])
+@pytest.mark.parametrize("name", ["file", "folder", "nothing"])
+def test_a_path_that_holds_nothing_of_a_kind_is_refused(tmp_path: Path, kind: Kind, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"x")
+    refuse(kind, tmp_path / name, f"{tmp_path / name}: ")
+
+
 class RunsCode:
     def __init__(self, target: Path) -> None:
         self.target = target

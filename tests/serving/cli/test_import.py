@@ -130,6 +130,23 @@ def folder_of(path: Path) -> Path:
     return path
 
 
+def test_rows_of_another_dim_or_without_the_keys_that_are_described_are_refused(tmp_path: Path) -> None:
+    words = write(tmp_path, "hps")
+    shardrank("import", *words[:2], "--describe", "--model", tmp_path / "shop.json")
+    fill_in(tmp_path / "shop.json")
+    vectors = np.fromfile(tmp_path / "saved/films/emb_vector", np.float32)
+    # Cut off by as much as there are keys, which the files alone do not show.
+    vectors[:-60].tofile(tmp_path / "saved/films/emb_vector")
+    assert "table 'films': 'films' is [60, 7], the spec says [60, 8]" in import_(tmp_path, words, code=1)
+    vectors.tofile(tmp_path / "saved/films/emb_vector")
+    described = json.loads((tmp_path / "shop.json").read_text())
+    described["tables"][0] = {
+        "name": "films", "num_embeddings": 60, "embedding_dim": 8, "feature_names": ["films"]
+    }  # fmt: skip
+    (tmp_path / "shop.json").write_text(json.dumps(described))
+    assert "'films' has keys, the description gives it none" in import_(tmp_path, words, code=1)
+
+
 def test_a_description_is_printed_or_written_once(tmp_path: Path) -> None:
     words = write(tmp_path, "numpy")
     printed = json.loads(shardrank("import", *words[:2], "--describe").stdout)
