@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COMMANDS = ("run", "replay", "prepare", "bench")
 COMPARISONS = {"peers": "loadtest.peers.run", "compare-cards": "loadtest.compare", "changing": "loadtest.changing"}
-BENCHMARKS = ("lookup", "serving", "deltas", "hot-rows")
+BENCHMARKS = ("lookup", "serving", "deltas")
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
 TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."
 
@@ -182,7 +182,7 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
     click.echo(f"  shardrank serve --store {store} --model {spec.model}")
 
 
-@click.group(cls=LazyGroup, modules={name: f"loadtest.bench.{name.replace('-', '_')}" for name in BENCHMARKS})
+@click.group(cls=LazyGroup, modules={name: f"loadtest.bench.{name}" for name in BENCHMARKS})
 def bench() -> None:
     """Compare parts of this project, side by side on this machine, in rounds.
 

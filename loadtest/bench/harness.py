@@ -39,7 +39,6 @@ from loadtest.load.loops import not_busy_because
 from loadtest.load.result import this_machine, versions
 from loadtest.servers import THIS_CHECKOUT, Server, ServerCommand, commit_of, running
 from router.feature_schema import FeatureSchema
-from router.hot_rows import HotRows
 from router.id_mapping import IdMapper
 from router.plan import Plan
 from router.router import Router
@@ -388,23 +387,23 @@ def make_node(snapshot: Snapshot, plan: Plan, shard: int = 0) -> ShardNode:
     return node
 
 
-def make_router(snapshot: Snapshot, plan: Plan, shards: Sequence[Shard], hot: HotRows | None = None) -> Router:
+def make_router(snapshot: Snapshot, plan: Plan, shards: Sequence[Shard]) -> Router:
     """Make a router over all shards."""
     schema = FeatureSchema.of(snapshot.spec)
-    return Router(schema, IdMapper.of_snapshot(snapshot, schema), plan, shards, hot=hot)
+    return Router(schema, IdMapper.of_snapshot(snapshot, schema), plan, shards)
 
 
 @contextlib.contextmanager
-def node_process(snapshot: Snapshot, plan: Plan, shard: int = 0) -> Iterator[tuple[Address, tuple[int, ...]]]:
-    """Run one shard's node, as users start it, behind a Unix socket; yield its address and its process ids."""
+def node_process(snapshot: Snapshot) -> Iterator[Address]:
+    """Run the node of the only shard, as users start it, behind a Unix socket; yield its address."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         address = Address(path=f"{folder}/node.sock")
-        where = ("--snapshot", str(snapshot.path), "--shard", f"{shard}/{plan.num_shards}", "--listen", str(address))
+        where = ("--snapshot", str(snapshot.path), "--shard", "0/1", "--listen", str(address))
         line = shardrank_command("shard-node", "--no-verify", "--device", "cpu", *where)
-        command = ServerCommand(f"shard {shard}", line, Path(folder, "node.log"))
+        command = ServerCommand("shard 0", line, Path(folder, "node.log"))
         listens = Path(address.path).exists
-        with running("nodes", [command], lambda: "" if listens() else "it does not listen") as process_ids:
-            yield address, process_ids
+        with running("nodes", [command], lambda: "" if listens() else "it does not listen"):
+            yield address
 
 
 def remote_shards(snapshot: Snapshot, plan: Plan, nodes: Sequence[Address]) -> list[Shard]:

@@ -87,7 +87,7 @@ def measure_dim(bench: harness.Bench, tables: harness.UniformTables, seconds: fl
         click.echo(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
         plan = Plan.make(snapshot.spec)
-        address, _ = stack.enter_context(harness.node_process(snapshot, plan))
+        address = stack.enter_context(harness.node_process(snapshot))
         remote = harness.make_router(snapshot, plan, harness.remote_shards(snapshot, plan, [address]))
         stack.callback(lambda: bench.runner.run(remote.close()))
         calls, cells = calls_of(snapshot, tables, remote), []

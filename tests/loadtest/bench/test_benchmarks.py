@@ -59,18 +59,6 @@ def test_deltas_are_applied_beside_lookups(bench) -> None:
     assert min(medians(subjects, "lookups").values()) > 0
 
 
-def test_hot_rows_save_bytes_at_the_hit_rate(bench) -> None:
-    sizes = ("--rows", "2000", "--hot-rows", "200")
-    tables, _ = bench("hot-rows", *sizes, "--seconds", "0")
-    for ids in ("1 id", "20 ids"):
-        saved = [
-            tables[f"cost, {ids} a bag, hit rate {rate}"]["with hot rows"]["bytes on sockets"]["ratio"]
-            for rate in ("0", "0.5", "0.9")
-        ]
-        assert saved[0] == pytest.approx(1)
-        assert saved[2] < saved[1] < 1
-
-
 SMALL = ("--rows", "300", "--seconds", "0.15", "--hotness", "1", "--dtype", "float32", "--api", "json")
 
 

@@ -10,8 +10,6 @@ import pytest
 import uvloop
 
 from loader.errors import ConfigError
-from loadtest.bench.harness import UniformTables
-from loadtest.bench.hot_rows import draw_hits
 from loadtest.bench.serving import Limit, requests_of
 from loadtest.servers import SERVED_PACKAGES, checked_checkout
 from loadtest.workloads.catalog import BenchShape, BenchWorkload, bench_payloads, bench_spec
@@ -46,13 +44,6 @@ def test_requests_of_a_limit_are_never_fewer(monkeypatch) -> None:
     monkeypatch.setattr("loadtest.workloads.catalog.MAX_BENCH_BYTES", 2000)
     with pytest.raises(ConfigError, match="hotness 4: 64 requests of json are more than 2000 bytes"):
         bench_payloads(BenchWorkload(shape=SHAPE, head="mlp", hotness=4), "json")
-
-
-def test_drawn_ids_hit_at_the_chosen_rate() -> None:
-    drawn = draw_hits(UniformTables(2, 30_000, 8), np.random.default_rng(0), 20, 500, 0.9)
-    assert drawn.values.size == 2 * 100 * 20
-    assert (drawn.values < 500).mean() == pytest.approx(0.9, abs=0.03)
-    assert drawn.values.max() < 30_000
 
 
 def test_another_checkout_is_a_folder_with_its_packages(tmp_path: Path) -> None:
