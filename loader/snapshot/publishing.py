@@ -18,14 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from loader.errors import (
-    DeltaError,
-    RegistryConflictError,
-    SnapshotCorruptError,
-    SnapshotError,
-    SnapshotExistsError,
-    SnapshotResourceError,
-)
+from loader import errors
 from loader.progress import Progress, no_progress
 from loader.registry.fleet import FleetRegistry, PublishedVersion, WantedModel, delta_stream
 from loader.rollout.plan import read_rollout
@@ -89,7 +82,7 @@ def _renumbered(snapshot: Snapshot, store: Store, last: int) -> Snapshot:
     model = snapshot.spec.model
     for version in store.versions(model):
         # A version that can't be read is another one.
-        with contextlib.suppress(SnapshotCorruptError):
+        with contextlib.suppress(errors.SnapshotCorruptError):
             same, stored = snapshot.as_version(version), store.manifest(model, version)
             if stored is not None and stored[1] == same.identity:
                 return same
@@ -127,10 +120,10 @@ def newest(address: StorePlace, model: str, below: int | None = None) -> Snapsho
             try:
                 with store.hold(model, version, with_rows=False, verify=False) as held:
                     return Snapshot.open(held.path, verify=False, rows_here=isinstance(address, Path))
-            except SnapshotResourceError:
+            except errors.SnapshotResourceError:
                 # It says nothing about the version.
                 raise
-            except SnapshotError as error:
+            except errors.SnapshotError as error:
                 logger.warning("version %d of %s is passed over: %s", version, model, error)
     return None
 
@@ -146,7 +139,7 @@ async def fall_back(fleet: FleetRegistry, store: StorePlace, wanted: WantedModel
         try:
             await register(fleet, older, clock=time.time, store=store)
             break
-        except (RegistryConflictError, DeltaError) as error:
+        except (errors.RegistryConflictError, errors.DeltaError) as error:
             logger.warning("version %d of %s is passed over: %s", by, model, error)
     by = None if older is None else by
     instead = "no version" if by is None else f"version {by}"
@@ -196,7 +189,7 @@ async def _check_published(fleet: FleetRegistry, snapshot: Snapshot) -> Publishe
     model, version = snapshot.spec.model, snapshot.version
     known = await fleet.version(model, version)
     if known is not None and known.identity != snapshot.identity:
-        raise RegistryConflictError(
+        raise errors.RegistryConflictError(
             f"version {version} of {model!r} is published with identity {known.identity}, {snapshot.path} has "
             f"{snapshot.identity}: a version is immutable; `publish --next` makes a new one of it"
         )
@@ -209,12 +202,12 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StoreP
     where = f"version {manifest.version} of {model!r}: last_delta {last_delta} of delta_base {base}"
     # A stream that a version begins may begin at any number.
     if base != manifest.version and last_delta > (end := await stream_end(fleet, model, base)):
-        raise DeltaError(
+        raise errors.DeltaError(
             f"{where} lies beyond the end of that stream, {end}: is this the registry it came from?", kind="delta_base"
         )
     first = (await fleet.registry.bounds(delta_stream(model, base))).first
     if last_delta + 1 < first:
-        raise DeltaError(f"{where}: the stream begins with {first}, what came between is gone", kind="delta_gap")
+        raise errors.DeltaError(f"{where}: the stream begins with {first}, what came between is gone", kind="delta_gap")
     if base == manifest.version:
         return
     # Rows of divided tables must be where the stream's deltas, which are of rows of the parts, were made for.
@@ -232,14 +225,14 @@ async def _check_lineage(fleet: FleetRegistry, manifest: Manifest, store: StoreP
 
     other, divided = await asyncio.to_thread(read_other), _row_addresses(manifest)
     if other is None and divided:
-        raise DeltaError(
+        raise errors.DeltaError(
             f"{where}: tables {sorted(divided)} are divided, and {store} has no version of that stream any more that "
             "tells where its deltas' rows lie: leave delta_base out to begin a stream",
             kind="delta_base",
         )
     if other is not None and divided != (before := _row_addresses(other)):
         differ = sorted(name for name in divided.keys() | before.keys() if divided.get(name) != before.get(name))
-        raise DeltaError(
+        raise errors.DeltaError(
             f"{where}: rows of tables {differ} lie elsewhere than in version {other.version} of that stream, so that "
             "its deltas would be written to other rows: divide them alike, or leave delta_base out to begin a stream",
             kind="delta_base",
@@ -267,7 +260,7 @@ def _put_in_store(
     target = address.resolve() / snapshot.spec.model / str(snapshot.version)
     if stored[1] != snapshot.identity:
         problem = f"{target} has identity {stored[1]}, {source} has {snapshot.identity}: a version is immutable"
-        raise SnapshotExistsError(f"{problem}; `publish --next` makes a new one of it")
+        raise errors.SnapshotExistsError(f"{problem}; `publish --next` makes a new one of it")
     return str(target), False, _servable(verify(target))
 
 
@@ -275,7 +268,7 @@ def _servable(report: VerifyReport) -> VerifyReport:
     if not report.ok:
         more = len(report.problems) - _QUOTED_PROBLEMS
         quoted = "; ".join(report.problems[:_QUOTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
-        raise SnapshotCorruptError(f"{report.path} must not be served: {quoted}")
+        raise errors.SnapshotCorruptError(f"{report.path} must not be served: {quoted}")
     return report
 
 

@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import (
-    ExportError,
-    SnapshotCorruptError,
-    SnapshotError,
-    SnapshotNotFoundError,
-    SnapshotResourceError,
-    cut,
-    file_errors,
-    no_path,
-)
+from loader import errors
 from loader.keyed_rows import first_twice
 from loader.progress import Progress, counting, no_progress
 from loader.snapshot.buckets import RowBuckets, key_buckets
@@ -132,20 +123,22 @@ class Snapshot:
             SnapshotResourceError: file descriptors or memory ran out.
         """
         root = Path(path)
-        with file_errors(root, "read"):
+        with errors.file_errors(root, "read"):
             if not root.is_dir():
-                raise SnapshotNotFoundError(no_path("snapshot", root))
+                raise errors.SnapshotNotFoundError(errors.no_path("snapshot", root))
             versions = version_numbers(entry.name for entry in root.iterdir())
         if versions and not (root / MANIFEST_NAME).exists():
-            raise SnapshotNotFoundError(f"{root} is a model's folder; its newest version is {root / str(versions[-1])}")
+            raise errors.SnapshotNotFoundError(
+                f"{root} is a model's folder; its newest version is {root / str(versions[-1])}"
+            )
         manifest, found = read_manifest(root)
         if identity not in (None, found):
             problem = f"identity (SHA-256 of its manifest) is {found}, published was {identity}"
-            raise SnapshotCorruptError(f"{root}: {problem}")
+            raise errors.SnapshotCorruptError(f"{root}: {problem}")
         real = root.resolve()
         if (real.parent.name, real.name) != (manifest.spec.model, str(manifest.version)):
             # A snapshot copied under another name would be served as what it is not.
-            raise SnapshotCorruptError(
+            raise errors.SnapshotCorruptError(
                 f"{root}: the manifest is of model {manifest.spec.model!r} version {manifest.version}, "
                 f"the folder says {real.parent.name!r} {real.name!r}"
             )
@@ -155,10 +148,10 @@ class Snapshot:
         check_manifest_checksum(root, found)
         for entry in entries:
             at = paths[entry.path]
-            with file_errors(at, "read"):
+            with errors.file_errors(at, "read"):
                 size_bytes = at.stat().st_size
             if size_bytes != entry.size_bytes:
-                raise SnapshotCorruptError(f"{at}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
+                raise errors.SnapshotCorruptError(f"{at}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
         headers = {relative: read_header(at) for relative, at in paths.items() if relative != PROGRAM_PATH}
         snapshot = cls(root, manifest, found, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
@@ -180,10 +173,10 @@ class Snapshot:
         on_bytes = counting(progress, "checking SHA-256", sum(entry.size_bytes for entry in entries))
 
         def check(entry: FileEntry, path: Path) -> None:
-            with file_errors(path, "read"):
+            with errors.file_errors(path, "read"):
                 sha256 = hash_file(path, on_bytes)
             if sha256 != entry.sha256:
-                raise SnapshotCorruptError(f"{path}: SHA-256 is {sha256}, the manifest says {entry.sha256}")
+                raise errors.SnapshotCorruptError(f"{path}: SHA-256 is {sha256}, the manifest says {entry.sha256}")
 
         paths = [snapshot_file(self.path, entry.path) for entry in entries]
         with ThreadPoolExecutor(max_workers=threads) as pool:
@@ -307,8 +300,8 @@ class Snapshot:
         try:
             golden = GoldenRequests.from_tensors(load_numpy(path, header))
             golden.check(self.spec)
-        except ExportError as error:
-            raise SnapshotCorruptError(f"{path}: {cut(error, 1000)}") from error
+        except errors.ExportError as error:
+            raise errors.SnapshotCorruptError(f"{path}: {errors.cut(error, 1000)}") from error
         return golden
 
     def plan_text(self) -> bytes | None:
@@ -352,14 +345,14 @@ class Snapshot:
         if dense.path == PROGRAM_PATH:
             if dense.size_bytes > MAX_DENSE_BYTES:
                 limit = f"at most {MAX_DENSE_BYTES} are allowed"
-                raise SnapshotCorruptError(f"{self.program_path}: {dense.size_bytes} bytes; {limit}")
+                raise errors.SnapshotCorruptError(f"{self.program_path}: {dense.size_bytes} bytes; {limit}")
             return
         path, header = self._header(dense)
         expect_at_most(path, header, MAX_DENSE_BYTES)
         for name, info in header.items():
             if info.dtype not in _DENSE_DTYPES:
-                where = f"{path}: tensor {cut(repr(name))}"
-                raise SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
+                where = f"{path}: tensor {errors.cut(repr(name))}"
+                raise errors.SnapshotCorruptError(f"{where} is {info.dtype}; allowed: {sorted(_DENSE_DTYPES)}")
 
     def _header(self, entry: FileEntry) -> tuple[Path, Mapping[str, TensorInfo]]:
         return self.path / entry.path, self._headers[entry.path]
@@ -394,11 +387,11 @@ def verify_snapshot(path: str | Path, *, progress: Progress = no_progress) -> Ve
     """
     try:
         snapshot = Snapshot.open(path, verify=True, progress=progress)
-    except SnapshotResourceError:
+    except errors.SnapshotResourceError:
         raise
-    except SnapshotError as error:
+    except errors.SnapshotError as error:
         stated: dict[str, Any] = {}
-        with suppress(SnapshotError):
+        with suppress(errors.SnapshotError):
             manifest, _ = read_manifest(Path(path))
             stated = {"files": manifest.files(), "model": manifest.spec.model, "version": manifest.version}
         return VerifyReport(path=str(path), ok=False, problems=(f"{error.kind}: {error}",), **stated)
@@ -418,7 +411,7 @@ def verify_snapshot(path: str | Path, *, progress: Progress = no_progress) -> Ve
         try:
             ProgramArchive.read(snapshot.program_path)
             checks.append("exported program: nothing in it is pickled")
-        except SnapshotError as error:
+        except errors.SnapshotError as error:
             problems.append(f"{error.kind}: {error}")
     elif not problems:
         checks.append("dense tensors: all values are finite")

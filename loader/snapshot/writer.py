@@ -26,27 +26,11 @@ from safetensors import SafetensorError
 from loader.errors import ExportError, SnapshotCorruptError
 from loader.keyed_rows import GivenKeys, checked_keys, key_order, save_mean
 from loader.progress import Progress, no_progress
+from loader.snapshot import manifest
 from loader.snapshot.buckets import MIN_ROWS_PER_FILE, Int64Array, RowBuckets, default_rows_per_file
 from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.golden import GoldenRequests
-from loader.snapshot.manifest import (
-    FORMAT_VERSION,
-    MAX_DENSE_BYTES,
-    MAX_GOLDEN_BYTES,
-    MAX_MANIFEST_BYTES,
-    MAX_PLAN_BYTES,
-    MAX_ROW_FILES,
-    PLAN_TENSOR,
-    PROGRAM_PATH,
-    ExportedModelSpec,
-    FileEntry,
-    GoldenEntry,
-    Manifest,
-    ModelSpec,
-    TableFiles,
-    manifest_texts,
-    parse_manifest,
-)
+from loader.snapshot.manifest import PROGRAM_PATH, ExportedModelSpec, FileEntry, Manifest, ModelSpec
 from loader.snapshot.program import Program, program_bytes
 from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import FLOAT_DTYPES, RowSource
@@ -109,7 +93,7 @@ class _Export:
             "last_delta": self.last_delta,
             "delta_base": self.delta_base,
             "rows": {table: source.fingerprint() for table, source in rows.items()},
-            "format_version": FORMAT_VERSION,
+            "format_version": manifest.FORMAT_VERSION,
             "spec": self.spec.model_dump(mode="json"),
             "version": self.version,
             "rows_per_file": dict(self.rows_per_file),
@@ -132,7 +116,7 @@ class _Export:
             return entries.get(path.format(tables[stored.name].name)) if stored.name in tables else None
 
         tables = tuple(
-            TableFiles(
+            manifest.TableFiles(
                 table=table.name,
                 rows_per_file=self.rows_per_file[table.name],
                 rows=tuple(entries[path] for path in self.rows_paths(table)),
@@ -144,7 +128,7 @@ class _Export:
             )
             for table in self.spec.stored_tables
         )
-        golden = self.golden and GoldenEntry(
+        golden = self.golden and manifest.GoldenEntry(
             file=entries[_GOLDEN_PATH],
             tolerance=self.golden_tolerance,
             num_requests=self.golden.num_requests,
@@ -181,11 +165,13 @@ class _Export:
         try:
             with refused_as(ExportError, "manifest: "):
                 text = self.manifest(datetime.max.replace(tzinfo=UTC), unknown).to_json().encode()
-            parse_manifest("manifest", text)
+            manifest.parse_manifest("manifest", text)
         except SnapshotCorruptError as error:
             raise ExportError(str(error)) from error
-        if len(text) > MAX_MANIFEST_BYTES:
-            raise ExportError(f"manifest: {len(text)} bytes for {len(paths)} files; at most {MAX_MANIFEST_BYTES}")
+        if len(text) > manifest.MAX_MANIFEST_BYTES:
+            raise ExportError(
+                f"manifest: {len(text)} bytes for {len(paths)} files; at most {manifest.MAX_MANIFEST_BYTES}"
+            )
 
     def write_rows(
         self, folder: ExportFolder, rows: Mapping[str, RowSource], progress: Progress
@@ -318,21 +304,21 @@ def _small_files(
         if is_program:
             raise ExportError("dense: the spec's dense_model is exported: expected a program, got tensors")
         files[_DENSE_PATH] = {name: _dense_tensor(name, tensor) for name, tensor in dense.items()}
-        _check_limits("dense", files[_DENSE_PATH], MAX_DENSE_BYTES)
+        _check_limits("dense", files[_DENSE_PATH], manifest.MAX_DENSE_BYTES)
     elif not is_program:
         raise ExportError(f"dense: the spec's dense_model is {spec.dense_model.kind}: expected tensors, got a program")
     else:
         content = program_bytes(dense)
-        if len(content) > MAX_DENSE_BYTES:
-            raise ExportError(f"dense: {len(content)} bytes; at most {MAX_DENSE_BYTES} are allowed")
+        if len(content) > manifest.MAX_DENSE_BYTES:
+            raise ExportError(f"dense: {len(content)} bytes; at most {manifest.MAX_DENSE_BYTES} are allowed")
         files[PROGRAM_PATH] = {PROGRAM_PATH: np.frombuffer(content, np.uint8)}
     if plan is not None:
-        files[_PLAN_PATH] = {PLAN_TENSOR: np.frombuffer(plan, np.uint8)}
-        _check_limits("plan", files[_PLAN_PATH], MAX_PLAN_BYTES)
+        files[_PLAN_PATH] = {manifest.PLAN_TENSOR: np.frombuffer(plan, np.uint8)}
+        _check_limits("plan", files[_PLAN_PATH], manifest.MAX_PLAN_BYTES)
     if golden is not None:
         golden.check(spec)
         files[_GOLDEN_PATH] = golden.to_tensors()
-        _check_limits("golden requests", files[_GOLDEN_PATH], MAX_GOLDEN_BYTES)
+        _check_limits("golden requests", files[_GOLDEN_PATH], manifest.MAX_GOLDEN_BYTES)
     return files
 
 
@@ -358,8 +344,8 @@ def _rows_per_file(table: TableSpec, num_rows: int, rows_per_file: int | None) -
     if not MIN_ROWS_PER_FILE <= rows_per_file < 2**63 or rows_per_file & (rows_per_file - 1):
         raise ExportError(f"rows_per_file: {rows_per_file} is not a power of two of at least {MIN_ROWS_PER_FILE}")
     rows_per_file = max(rows_per_file, NUM_BUCKETS[table.bucketing])
-    if (num_files := -(-num_rows // rows_per_file)) > MAX_ROW_FILES:
-        limit = f"at most {MAX_ROW_FILES} are allowed: give more rows_per_file"
+    if (num_files := -(-num_rows // rows_per_file)) > manifest.MAX_ROW_FILES:
+        limit = f"at most {manifest.MAX_ROW_FILES} are allowed: give more rows_per_file"
         raise ExportError(f"table {table.name!r}: rows_per_file {rows_per_file} makes {num_files} files; {limit}")
     return rows_per_file
 
@@ -462,7 +448,7 @@ def export_snapshot(
         with open_export_folder(target, export.digest(rows), progress) as folder:
             entries = export.write_rows(folder, rows, progress)
             entries |= {path: folder.write(path, partial(_save, tensors)) for path, tensors in files.items()}
-            folder.publish(manifest_texts(export.manifest(clock(), entries)))
+            folder.publish(manifest.manifest_texts(export.manifest(clock(), entries)))
     except (OSError, SafetensorError) as error:
         raise ExportError(f"export of {spec.model!r} version {version}: {error}") from error
     return target

@@ -46,6 +46,7 @@ from typing import Any, Final
 
 from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError, SnapshotNotFoundError, StoreError, cut
 from loader.progress import Progress, all_or_first_error, counting, no_progress
+from loader.snapshot import store
 from loader.snapshot.manifest import (
     CHECKSUM_NAME,
     MANIFEST_NAME,
@@ -56,20 +57,6 @@ from loader.snapshot.manifest import (
     checksum_line,
     parse_manifest,
     snapshot_file,
-)
-from loader.snapshot.store import (
-    MODEL_NAME,
-    TRASH_PREFIX,
-    WORK_FOLDER_PREFIX,
-    HeldSnapshot,
-    Store,
-    fsync_path,
-    make_folders,
-    missing_files,
-    rename,
-    stated_by,
-    try_lock,
-    version_numbers,
 )
 from loader.stores.cache import FETCHING, StoreUrl
 
@@ -112,7 +99,7 @@ def _open_client(address: StoreUrl) -> Any:
         raise StoreError(f"store {address.url}: {_first_line(error)}", kind="store_url") from error
 
 
-class RemoteStore(Store):
+class RemoteStore(store.Store):
     """Snapshots at a URL. Each call asks the store; thread-safe, and blocks.
 
     In addition to what `Store` raises, every call raises StoreError if the store refuses, or does not answer in time.
@@ -136,7 +123,7 @@ class RemoteStore(Store):
         """As `Store.versions`: those with a manifest."""
         names = self._version_names(model)
         folders = [name.removesuffix(f"/{MANIFEST_NAME}") for name in names if name.endswith(f"/{MANIFEST_NAME}")]
-        return sorted(set(version_numbers(folders)) - set(version_numbers(names, TRASH_PREFIX)))
+        return sorted(set(store.version_numbers(folders)) - set(store.version_numbers(names, store.TRASH_PREFIX)))
 
     def manifest(self, model: str, version: int) -> tuple[Manifest, str] | None:
         if (content := self._read_manifest(model, version)) is None:
@@ -153,7 +140,7 @@ class RemoteStore(Store):
         with_rows: bool = True,
         verify: bool = True,
         progress: Progress = no_progress,
-    ) -> HeldSnapshot:
+    ) -> store.HeldSnapshot:
         """As `Store.hold`: fetch what is missing in the cache, and check it. Not to be called on an event loop.
 
         With an `identity` of which all is in the cache, the store is not asked. Raises also StoreError of the kind
@@ -161,7 +148,7 @@ class RemoteStore(Store):
         """
         version = self.latest(model) if version is None else version
         content = None
-        if identity is not None and _IDENTITY.fullmatch(identity) and MODEL_NAME.fullmatch(model):
+        if identity is not None and _IDENTITY.fullmatch(identity) and store.MODEL_NAME.fullmatch(model):
             with suppress(OSError):
                 content = (self.path / identity / model / str(version) / MANIFEST_NAME).read_bytes()
         if content is None or hashlib.sha256(content).hexdigest() != identity:
@@ -185,11 +172,11 @@ class RemoteStore(Store):
         try:
             with ExitStack() as undo:
                 snapshot = undo.enter_context(self._hold(digest, model, version, is_checked=verify))
-                missing_files(snapshot.path, small, verify=True)
-                if missing_files(snapshot.path, entries, verify, progress):
+                store.missing_files(snapshot.path, small, verify=True)
+                if store.missing_files(snapshot.path, entries, verify, progress):
                     # Another process may fetch them meanwhile.
                     with self._locked(progress):
-                        if missing := missing_files(snapshot.path, entries):
+                        if missing := store.missing_files(snapshot.path, entries):
                             self._fetch(snapshot.path, missing, progress)
                 undo.pop_all()
         except OSError as error:
@@ -200,9 +187,9 @@ class RemoteStore(Store):
         self, source: Path, identity: str, progress: Progress = no_progress, renumbered: Manifest | None = None
     ) -> tuple[str, bool]:
         """As `Store.put`: files first, the manifest last. Who writes another snapshot of that version is refused."""
-        manifest, texts = stated_by(source, identity, renumbered)
+        manifest, texts = store.stated_by(source, identity, renumbered)
         model, version, entries = manifest.spec.model, manifest.version, manifest.files()
-        folder, claim = f"{model}/{version}", f"{model}/{WORK_FOLDER_PREFIX}{version}"
+        folder, claim = f"{model}/{version}", f"{model}/{store.WORK_FOLDER_PREFIX}{version}"
         url = f"{self.name}/{folder}"
         if version in self._set_aside_versions(model):
             raise ExportError(
@@ -237,11 +224,11 @@ class RemoteStore(Store):
         return url, is_new
 
     def set_aside(self, model: str, version: int) -> None:
-        self._create(f"{model}/{TRASH_PREFIX}{version}", b"")
+        self._create(f"{model}/{store.TRASH_PREFIX}{version}", b"")
         self._aside.setdefault(model, set()).add(version)
 
     def bring_back(self, model: str, version: int) -> None:
-        self.delete_files([f"{model}/{TRASH_PREFIX}{version}"])
+        self.delete_files([f"{model}/{store.TRASH_PREFIX}{version}"])
         self._aside.get(model, set()).discard(version)
 
     @contextmanager
@@ -252,7 +239,7 @@ class RemoteStore(Store):
     def delete_set_aside(self, model: str, staying: Collection[int]) -> None:
         """As `Store.delete_set_aside`. What another process has set aside recently is left to it."""
         old = [path for path, age_s in self.list_files(model).items() if age_s >= _OTHERS_TRASH_S]
-        for version in {*version_numbers(old, f"{model}/{TRASH_PREFIX}"), *self._aside.pop(model, set())}:
+        for version in {*store.version_numbers(old, f"{model}/{store.TRASH_PREFIX}"), *self._aside.pop(model, set())}:
             if version not in staying:
                 # The manifest goes first: without it the others are no version.
                 self.delete_files([f"{model}/{version}/{MANIFEST_NAME}", *self.list_files(f"{model}/{version}")])
@@ -284,7 +271,7 @@ class RemoteStore(Store):
         return sorted(prefix.rstrip("/") for prefix in prefixes)
 
     def _version_names(self, model: str) -> list[str]:
-        paths = self._list(model) if MODEL_NAME.fullmatch(model) else []
+        paths = self._list(model) if store.MODEL_NAME.fullmatch(model) else []
         return [meta["path"].removeprefix(f"{model}/") for meta in paths]
 
     def _list(self, folder: str) -> list[Any]:
@@ -313,7 +300,7 @@ class RemoteStore(Store):
 
     def _read_manifest(self, model: str, version: int) -> bytes | None:
         path = f"{model}/{version}/{MANIFEST_NAME}"
-        content = self._read(path, MAX_MANIFEST_BYTES) if MODEL_NAME.fullmatch(model) else None
+        content = self._read(path, MAX_MANIFEST_BYTES) if store.MODEL_NAME.fullmatch(model) else None
         if content is not None:
             stated = self.read_file(f"{model}/{version}/{CHECKSUM_NAME}", _MAX_SMALL_BYTES)
             if stated != checksum_line(hashlib.sha256(content).hexdigest()).encode():
@@ -339,10 +326,10 @@ class RemoteStore(Store):
                     FileNotFoundError(path) if size is None else None
                 )
 
-    def _hold(self, identity: str, model: str, version: int, *, is_checked: bool) -> HeldSnapshot:
+    def _hold(self, identity: str, model: str, version: int, *, is_checked: bool) -> store.HeldSnapshot:
         """Return a version's folder, with the files that were fetched so far; none is deleted before it is closed."""
         root = self.path / identity
-        make_folders(root)
+        store.make_folders(root)
         lock = (root / "lock").open("a")
         fcntl.flock(lock, fcntl.LOCK_SH)
 
@@ -351,13 +338,13 @@ class RemoteStore(Store):
                 os.utime(lock.fileno())
                 lock.close()
 
-        return HeldSnapshot(root / model / str(version), close, is_checked)
+        return store.HeldSnapshot(root / model / str(version), close, is_checked)
 
     @contextmanager
     def _locked(self, progress: Progress) -> Iterator[None]:
         """Let no other process make room or fetch. While it waits it calls `progress`, which may raise."""
         with (self.path / "lock").open("a") as lock:
-            while not try_lock(lock):
+            while not store.try_lock(lock):
                 progress("waiting for the cache", 0, 1)
                 time.sleep(_POLL_S)
             yield
@@ -374,7 +361,7 @@ class RemoteStore(Store):
             if used_bytes + needed_bytes <= self._cache_bytes:
                 return
             with (root / "lock").open("a") as lock:
-                if root not in folder.parents and try_lock(lock):
+                if root not in folder.parents and store.try_lock(lock):
                     for path in [path for path in root.iterdir() if path.is_dir()]:
                         shutil.rmtree(path)
                     used_bytes -= sizes[root]
@@ -398,9 +385,9 @@ class RemoteStore(Store):
         _log.info("fetching %d files, %d bytes, from %s/%s into %s", len(entries), total, self.name, source, folder)
 
         def move_into_cache(path: Path, target: Path) -> None:
-            fsync_path(path)
-            make_folders(target.parent)
-            rename(path, target)
+            store.fsync_path(path)
+            store.make_folders(target.parent)
+            store.rename(path, target)
 
         async def fetch_file(number: int, entry: FileEntry) -> None:
             nonlocal done
