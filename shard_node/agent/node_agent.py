@@ -36,15 +36,8 @@ from loader.snapshot.store import Store
 from loader.snapshot.tables import Frozen
 from loader.stores import open_store
 from loader.stores.cache import FETCHING, StoreUrl
+from shard_node.agent import delta_follower
 from shard_node.agent.agent import Agent
-from shard_node.agent.delta_follower import (
-    CATCH_UP_LIMIT_S,
-    DEFAULT_CONFIG,
-    RETRY_S,
-    FollowerConfig,
-    Followers,
-    catch_up,
-)
 from shard_node.buckets import Partition
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import RowMemory, total_memory_bytes
@@ -158,7 +151,7 @@ class NodeActions:
         config: NodeConfig,
         card_set: CardSet | None = None,
         store: Store | None = None,
-        following: FollowerConfig = DEFAULT_CONFIG,
+        following: delta_follower.FollowerConfig = delta_follower.DEFAULT_CONFIG,
         memory: RowMemory | None = None,
     ) -> None:
         self._node = node
@@ -168,7 +161,7 @@ class NodeActions:
         self._memory = memory or RowMemory(config.memory_cap_bytes)
         self._card_set = card_set
         self._store = store or open_store(config.store)
-        self._followers = Followers(fleet, node.wall_clock, following)
+        self._followers = delta_follower.Followers(fleet, node.wall_clock, following)
         node.forks = self._followers.forks
         self._live: dict[str, int | None] = {}
         self._changing = defaultdict[str, asyncio.Lock](asyncio.Lock)
@@ -194,7 +187,7 @@ class NodeActions:
 
     async def stage(self, model: str, version: int, desired: WantedModel, tell: Callable[[float], None]) -> None:
         """Load this shard's rows in a thread; one that is followed catches up. Raises as `stage_tables`."""
-        limit_s = CATCH_UP_LIMIT_S if version in desired.follow else 0
+        limit_s = delta_follower.CATCH_UP_LIMIT_S if version in desired.follow else 0
         try:
             async with self._loaded(model, version, limit_s, tell) as tables:
                 self._node.generations.stage(model, version, tables)
@@ -246,7 +239,7 @@ class NodeActions:
         tables = await in_background(work, f"stage-{model}-{version}", LoadedTables.close, self._node.begin_thread)
         try:
             if limit_s != 0:
-                await catch_up(self._fleet, model, version, tables, limit_s, self._node.wall_clock)
+                await delta_follower.catch_up(self._fleet, model, version, tables, limit_s, self._node.wall_clock)
                 self._followers.forks[model, version] += tables.deltas.now.forked
             yield tables
         except BaseException:
@@ -301,7 +294,7 @@ class NodeActions:
         except Exception as error:
             unforeseen = None if isinstance(error, ShardrankError) else error
             logger.error("version %d of %s is not mended yet: %s", version, model, error, exc_info=unforeseen)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(delta_follower.RETRY_S)
 
     async def _load_and_replace(self, model: str, version: int) -> None:
         async with self._loaded(model, version, limit_s=None) as tables:

@@ -16,28 +16,15 @@ import numpy.typing as npt
 
 from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.buckets import BucketCells, Partition
-from shard_node.cuda.kernel_params import (
-    CHUNK_BYTES,
-    MAX_LANES,
-    MODES,
-    NO_RUN,
-    OUT_BYTES,
-    POOL_KERNELS,
-    THREADS_PER_BLOCK,
-    ByteArray,
-    OutDtype,
-    RowFormat,
-    RunParams,
-    UInt32Array,
-    round_up,
-)
+from shard_node.cuda import kernel_params
+from shard_node.cuda.kernel_params import CHUNK_BYTES, ByteArray, UInt32Array
 from shard_node.errors import InvalidBagsError
 
 BoolArray = npt.NDArray[np.bool_]
 
 MAX_BATCH_VALUES = 2**31 - 1
 """Positions are uint32 on cards, and kernels look some way ahead of the last one, which must not wrap around."""
-RUN_DTYPE = np.dtype(RunParams)
+RUN_DTYPE = np.dtype(kernel_params.RunParams)
 GAP_BYTES = 1 << 15
 """Between two parts of a batch, such a gap is sent along: it takes the bus less time than one more copy does."""
 
@@ -56,7 +43,7 @@ class OutputRuns:
     modes: Int64Array
     out_offsets: Int64Array
     out_strides: Int64Array
-    out_dtype: OutDtype
+    out_dtype: kernel_params.OutDtype
     out_elements: int
     keys: Int64Array | None = None
 
@@ -67,7 +54,7 @@ class OutputRuns:
     @property
     def out_bytes(self) -> int:
         """Bytes of the output."""
-        return self.out_elements * OUT_BYTES[self.out_dtype]
+        return self.out_elements * kernel_params.OUT_BYTES[self.out_dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,10 +94,10 @@ class BatchShapes:
         self.dim_of_table = np.array([table.embedding_dim for table in layout.tables], np.int64)
         arenas = []
         for group in layout.groups:
-            chunks = RowFormat.of(group.dtype, group.embedding_dim).chunks
-            lanes_log2 = min((chunks - 1).bit_length(), MAX_LANES.bit_length() - 1)
-            tiles, bags_per_block = -(-chunks // (1 << lanes_log2)), THREADS_PER_BLOCK >> lanes_log2
-            arenas.append(ArenaShape(POOL_KERNELS[group.dtype], lanes_log2, tiles, bags_per_block))
+            chunks = kernel_params.RowFormat.of(group.dtype, group.embedding_dim).chunks
+            lanes_log2 = min((chunks - 1).bit_length(), kernel_params.MAX_LANES.bit_length() - 1)
+            tiles, bags_per_block = -(-chunks // (1 << lanes_log2)), kernel_params.THREADS_PER_BLOCK >> lanes_log2
+            arenas.append(ArenaShape(kernel_params.POOL_KERNELS[group.dtype], lanes_log2, tiles, bags_per_block))
         self.arenas = tuple(arenas)
         self.bags_per_block = np.array([arena.bags_per_block for arena in arenas], np.int64)
 
@@ -155,7 +142,7 @@ class RunTable:
                 has_run = counts > number
                 self.further.append((has_run, runs.tables[by_key[first[has_run] + number]]))
         self.arena = shapes.arena_of_table[runs.tables]
-        is_none = runs.modes == MODES["none"]
+        is_none = runs.modes == kernel_params.MODES["none"]
         self.is_none = is_none if is_none.any() else None
         order = np.argsort(self.arena, kind="stable")
         self._order = order.astype(np.uint32)
@@ -220,7 +207,7 @@ class BatchLayout:
             4 * num_values,
             4 * num_values if weighted else 0,
         )
-        edges = [0, *accumulate(map(round_up, sizes))]
+        edges = [0, *accumulate(map(kernel_params.round_up, sizes))]
         self.offsets_at, self.runs_at, *self.blocks_at = edges[:-4]
         self.extra_at, self.values_at, self.weights_at, self.size_bytes = edges[-4:]
 
@@ -260,9 +247,9 @@ class BatchViews:
     def write_constant(self, runs: RunTable) -> None:
         """Write what never changes of the runs, and no bags. Once is enough, if `pack` is for the same runs."""
         self.runs[:] = runs.constant
-        self._has_bags = self.runs["mode"] != MODES["none"]
+        self._has_bags = self.runs["mode"] != kernel_params.MODES["none"]
         for target in self.blocks:
-            target[:, 0] = NO_RUN
+            target[:, 0] = kernel_params.NO_RUN
 
     def write_values(self, bags: Bags) -> None:
         """Write the values alone; bags are those that are packed."""
@@ -281,7 +268,7 @@ class BatchViews:
         for target, (first, end) in zip(self.blocks, pairwise(blocks.edges), strict=True):
             target[: end - first, 0] = blocks.run[first:end]
             target[: end - first, 1] = blocks.first_bag[first:end]
-            target[end - first :, 0] = NO_RUN
+            target[end - first :, 0] = kernel_params.NO_RUN
 
 
 def _view(array: ByteArray, first: int, size_bytes: int) -> ByteArray:

@@ -20,23 +20,9 @@ import numpy as np
 from loader.snapshot.buckets import RowBuckets, ranges, starts_of
 from shard_node.access_counts import LookupSampler
 from shard_node.bags import Bags, Group, Int64Array, TableLayout
+from shard_node.cuda import kernel_params
 from shard_node.cuda.batch import BatchShapes, RowChecks
-from shard_node.cuda.kernel_params import (
-    CHUNK_BYTES,
-    NO_BUCKET,
-    NOT_HERE,
-    THREADS_PER_BLOCK,
-    WRITE_KERNEL,
-    ArenaParams,
-    RowFormat,
-    TableParams,
-    UInt8Array,
-    UInt32Array,
-    UInt64Array,
-    WriteParams,
-    encode_places,
-    owner_bits,
-)
+from shard_node.cuda.kernel_params import ArenaParams, TableParams, UInt8Array, UInt32Array, UInt64Array, encode_places
 from shard_node.engine.keyed_tables import KeyedTables
 from shard_node.generation import RowLock
 from shard_node.planning.card_plan import BUCKET_BYTES, CARD, HOST, HOT, NUM_TIERS, CardPlan
@@ -78,7 +64,7 @@ class Placer:
         is_local = self.plan.partition.card_of_bucket[table] >= 0
         rows = np.where(is_local, buckets.rows_per_bucket(), 0)
         begins = (np.cumsum(rows) - rows - buckets.first_slots()).view(np.uint64)
-        return np.where(is_local, begins, np.uint64(NO_BUCKET))
+        return np.where(is_local, begins, np.uint64(kernel_params.NO_BUCKET))
 
     def starts(self, group: Group) -> UInt64Array:
         """uint64 [tables of the group, num_cards + 2]: the byte, of an owner's rows, at which a table's slot 0 lies."""
@@ -92,7 +78,7 @@ class Placer:
         return list(self._slot_bytes(group).sum(axis=0).tolist())
 
     def _slot_bytes(self, group: Group) -> UInt64Array:
-        stride = RowFormat.of(group.dtype, group.embedding_dim).stride
+        stride = kernel_params.RowFormat.of(group.dtype, group.embedding_dim).stride
         return self.plan.slots[group.first_table : group.end_table].astype(np.uint64) * np.uint64(stride)
 
 
@@ -161,7 +147,7 @@ class _Walk:
         rank, counts = _ranks(owner, self._next_slot)
         self._next_slot += counts
         places = encode_places(owner, rank, self._num_cards)
-        places[owner == self._num_cards + 2] = NOT_HERE
+        places[owner == self._num_cards + 2] = kernel_params.NOT_HERE
         return places
 
     def _tier_of_split(self, number: UInt8Array) -> UInt8Array:
@@ -206,7 +192,7 @@ class ArenaOnCards:
         self.group = group
         numbers = range(group.first_table, group.end_table)
         self._placer, self._tables = placer, placer.plan.layout.tables[group.first_table : group.end_table]
-        self.format = RowFormat.of(group.dtype, group.embedding_dim)
+        self.format = kernel_params.RowFormat.of(group.dtype, group.embedding_dim)
         self._cards = cards.cards
         places_of = placer.plan.places[group.first_table : group.end_table]
         self._first_place = starts_of(np.array([places.rows for places in places_of]))
@@ -246,10 +232,10 @@ class ArenaOnCards:
         """
         if not num_rows:
             return
-        chunks = self.format.stride // CHUNK_BYTES
-        params = WriteParams(numbers, stored, num_rows, table, card, int(writes_host))
-        grid = (-(-num_rows * chunks // THREADS_PER_BLOCK), 1)
-        self._cards[card].launch(WRITE_KERNEL, grid, (self.params[card], params), stream)
+        chunks = self.format.stride // kernel_params.CHUNK_BYTES
+        params = kernel_params.WriteParams(numbers, stored, num_rows, table, card, int(writes_host))
+        grid = (-(-num_rows * chunks // kernel_params.THREADS_PER_BLOCK), 1)
+        self._cards[card].launch(kernel_params.WRITE_KERNEL, grid, (self.params[card], params), stream)
 
     def free(self) -> None:
         """Give all memory back. Nothing that uses it may be under way. Idempotent."""
@@ -265,7 +251,7 @@ class ArenaOnCards:
             buckets=starts + 8 * num_tables * (num_cards + 2),
             num_tables=num_tables,
             num_cards=num_cards,
-            owner_bits=owner_bits(num_cards),
+            owner_bits=kernel_params.owner_bits(num_cards),
             row_stride=self.format.stride,
             embedding_dim=self.group.embedding_dim,
         )

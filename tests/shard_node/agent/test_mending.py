@@ -12,7 +12,7 @@ import pytest
 from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, WantedModel
 from loader.snapshot.codecs import RowCodec
-from shard_node.agent import node_agent
+from shard_node.agent import delta_follower, node_agent
 from shard_node.agent.delta_follower import catch_up
 from shard_node.engine.loading import load_tables
 from shard_node.errors import GenerationNotFoundError
@@ -166,7 +166,7 @@ async def fork(under: NodeUnderTest, folder: Path) -> StreamWriter:
 @pytest.mark.parametrize("under", [{}, {"memory_cap_bytes": 2 * SIZE - 1}], indirect=True)
 async def test_a_registry_that_is_emptied_while_rows_are_mended_takes_none_back(under, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(node_agent, "ANNOUNCED_S", 0.05)
-    monkeypatch.setattr(node_agent, "RETRY_S", 0.05)
+    monkeypatch.setattr(delta_follower, "RETRY_S", 0.05)
     stage = node_agent.stage_tables
 
     def emptied(*arguments, **options):
