@@ -16,14 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
-from serving.errors import (
-    InternalError,
-    InvalidRequestError,
-    count_mismatch,
-    invalid_field,
-    invalid_id,
-    unknown_feature,
-)
+from serving import errors
 from serving.proto.shardrank.v1 import ranking_pb2
 from serving.results import Float32Array, Int64Array, LookupResult, MissingKeys, Ragged, RankResult
 
@@ -64,9 +57,9 @@ class Column:
             flat, shape = (weights, None) if is_context else _bags(weights, path)
             factors = _floats(flat, path, 1)
             if factors.size != count:
-                raise count_mismatch(path, f"{factors.size} weights for {count} ids")
+                raise errors.count_mismatch(path, f"{factors.size} weights for {count} ids")
             if shape is not None and not np.array_equal(shape, np.ones(count) if lengths is None else lengths):
-                raise count_mismatch(path, "the weights are not in the shape of the ids")
+                raise errors.count_mismatch(path, "the weights are not in the shape of the ids")
         num_bags = 1 if is_context else count if lengths is None else lengths.size
         if is_context and count != 1:
             lengths = np.array([count], "<i4")
@@ -108,7 +101,7 @@ class RankFeatures:
         self.num_candidates = next((column.num_bags for column in self.candidates.values()), rows)
         self.candidate_dense = np.empty((self.num_candidates, 0), np.float32) if matrix is None else matrix
         if self.candidate_dense.shape[0] != self.num_candidates:
-            raise count_mismatch("candidates.dense", f"{rows} rows for {self.num_candidates} candidates")
+            raise errors.count_mismatch("candidates.dense", f"{rows} rows for {self.num_candidates} candidates")
 
     def by_name(self) -> ranking_pb2.RankRequest:
         """Make the request by feature names, which any schema can read."""
@@ -199,7 +192,7 @@ def read_lookup(data: bytes | LookupResult, *, with_missing: bool = False) -> Lo
         values, width = np.array(rows.values, np.float32), max(1, rows.embedding_dim)
         if values.size % width:
             problem = f"the answer is no lookup: {name!r} has {values.size} numbers in rows of {width}"
-            raise InternalError(problem, kind="malformed_answer")
+            raise errors.InternalError(problem, kind="malformed_answer")
         values = values.reshape(-1, width)
         embeddings[name] = Ragged(values, np.array(rows.lengths, np.int64)) if rows.lengths else values
     missing = _missing(answer) if with_missing else None
@@ -226,7 +219,7 @@ def read_message(kind: type[M], data: bytes) -> M:
         return kind.FromString(data)
     except DecodeError as error:
         problem = f"the answer is not a {kind.DESCRIPTOR.full_name}: {error}"
-        raise InternalError(problem, kind="malformed_answer") from error
+        raise errors.InternalError(problem, kind="malformed_answer") from error
 
 
 def _side(path: str, given: Features, dense: Values) -> tuple[Features, Features, Values]:
@@ -235,22 +228,22 @@ def _side(path: str, given: Features, dense: Values) -> tuple[Features, Features
     if not isinstance(_by_name(path, given).get("sparse"), Mapping) and given.keys() != {"dense"}:
         return given, NO_FEATURES, dense
     if unknown := given.keys() - {"sparse", "weights", "dense"}:
-        raise invalid_field(f"{path}.{min(unknown)}", "unknown key; allowed are ['dense', 'sparse', 'weights']")
+        raise errors.invalid_field(f"{path}.{min(unknown)}", "unknown key; allowed are ['dense', 'sparse', 'weights']")
     if dense is not None and "dense" in given:
-        raise invalid_field(f"{path}.dense", "it is given twice")
+        raise errors.invalid_field(f"{path}.dense", "it is given twice")
     weights = _by_name(f"{path}.weights", given.get("weights") or NO_FEATURES)
     return _by_name(f"{path}.sparse", given.get("sparse", NO_FEATURES)), weights, given.get("dense", dense)
 
 
 def _by_name(path: str, given: Features) -> Features:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise invalid_field(path, f"{given!r:.80} is not a mapping of names of features to their values")
+        raise errors.invalid_field(path, f"{given!r:.80} is not a mapping of names of features to their values")
     return given
 
 
 def _check_weighted(weights: Features, names: Set[str]) -> None:
     if unknown := weights.keys() - names:
-        raise unknown_feature(f"weights.{min(unknown)}", "there are weights of this feature, but no ids")
+        raise errors.unknown_feature(f"weights.{min(unknown)}", "there are weights of this feature, but no ids")
 
 
 def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
@@ -259,12 +252,12 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
         try:
             lengths, count = np.asarray(value.lengths), len(value.values)
         except (TypeError, ValueError) as error:
-            raise invalid_field(path, f"Ragged: {error}") from error
+            raise errors.invalid_field(path, f"Ragged: {error}") from error
         if lengths.ndim != 1 or (lengths.size and (lengths.dtype.kind not in "iu" or int(lengths.min()) < 0)):
             problem = f"lengths {str(lengths)[:80]} of {lengths.dtype}; they must be integers [bags], none below 0"
-            raise invalid_field(path, problem)
+            raise errors.invalid_field(path, problem)
         if (total := int(lengths.sum(dtype=np.int64))) != count:
-            raise count_mismatch(path, f"lengths add up to {total}; there are {count} values")
+            raise errors.count_mismatch(path, f"lengths add up to {total}; there are {count} values")
         return value.values, lengths.astype("<i4")
     if not isinstance(value, list | tuple):
         array = np.asarray(value)
@@ -279,11 +272,11 @@ def _bags(value: Values, path: str) -> tuple[Values, Int32Array | None]:
         return value, None
     kinds = set(map(type, value))
     if not all(issubclass(kind, _NESTED) for kind in kinds):
-        raise invalid_field(path, "lists and single values beside one another; it must be one or the other")
+        raise errors.invalid_field(path, "lists and single values beside one another; it must be one or the other")
     try:
         lengths = np.fromiter(map(len, value), "<i4", len(value))
     except TypeError:
-        raise invalid_field(path, "a bag is an array without dimensions") from None
+        raise errors.invalid_field(path, "a bag is an array without dimensions") from None
     if kinds == {np.ndarray}:
         # A tenth of the time that single numbers would take.
         return np.concatenate([bag for bag in value if len(bag)] or [np.empty(0, np.int64)]), lengths
@@ -295,24 +288,24 @@ def _ids(values: Values, path: str, lengths: Int32Array | None) -> tuple[Int64Ar
     if not isinstance(values, list | tuple):
         array = np.asarray(values)
         if array.ndim != 1:
-            raise invalid_field(path, f"ids of shape {array.shape}; they must be flat")
+            raise errors.invalid_field(path, f"ids of shape {array.shape}; they must be flat")
         is_integer = array.dtype.kind in "iu" and (array.dtype != np.uint64 or int(array.max(initial=0)) <= _MAX_INT64)
         if is_integer or not array.size:
             return np.ascontiguousarray(array, "<i8"), ()
         values = array.tolist()
 
-    def refusal(position: int, problem: str) -> InvalidRequestError:
+    def refusal(position: int, problem: str) -> errors.InvalidRequestError:
         if lengths is None:
-            return invalid_id(f"{path}[{position}]", problem)
+            return errors.invalid_id(f"{path}[{position}]", problem)
         bag = int(np.searchsorted(np.cumsum(lengths), position, "right"))
-        return invalid_id(f"{path}[{bag}][{position - int(lengths[:bag].sum())}]", problem)
+        return errors.invalid_id(f"{path}[{bag}][{position - int(lengths[:bag].sum())}]", problem)
 
     kinds = set(map(type, values))
     if kinds and all(issubclass(kind, str) for kind in kinds):
         try:
             "".join(values).encode()
         except UnicodeEncodeError:
-            raise invalid_id(path, "a string is not valid Unicode: it has a lone surrogate") from None
+            raise errors.invalid_id(path, "a string is not valid Unicode: it has a lone surrogate") from None
         return np.empty(0, "<i8"), values
     if wrong := next((kind for kind in kinds if kind is bool or not issubclass(kind, int | np.integer)), None):
         position, value = next((number, value) for number, value in enumerate(values) if type(value) is wrong)
@@ -328,12 +321,12 @@ def _floats(values: Values, path: str, dimensions: int) -> Float32Array:
     try:
         array = np.asarray(values)
     except ValueError:
-        raise count_mismatch(path, "the rows have different lengths") from None
+        raise errors.count_mismatch(path, "the rows have different lengths") from None
     if array.size and array.dtype.kind not in "fiu":
-        raise invalid_field(path, f"values of dtype {array.dtype}; they must be numbers")
+        raise errors.invalid_field(path, f"values of dtype {array.dtype}; they must be numbers")
     if array.ndim != dimensions:
         expected = "[N, width]" if dimensions == _MATRIX else "flat"
-        raise count_mismatch(path, f"values of shape {array.shape}; they must be {expected}")
+        raise errors.count_mismatch(path, f"values of shape {array.shape}; they must be {expected}")
     # What float32 can't hold becomes infinite, which the server refuses by its position.
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, "<f4")

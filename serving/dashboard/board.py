@@ -24,15 +24,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from loader.errors import ConfigError, RegistryError, RolloutError
-from loader.registry.fleet import (
-    LATENCY_BOUNDS_MS,
-    FleetRegistry,
-    HotReport,
-    NodeRecord,
-    VersionReport,
-    VersionStats,
-    WantedModel,
-)
+from loader.registry import fleet
 from loader.registry.registry import Registry
 from loader.rollout.guards import percentile_ms
 from loader.rollout.plan import Rollout
@@ -86,7 +78,7 @@ RECENT_S = 60.0
 QUANTILES = (0.5, 0.95, 0.99)
 
 _LATENCIES = 6  # before them requests, errors, lookups and hits, keys and missing ones
-_NONE = np.zeros(_LATENCIES + len(LATENCY_BOUNDS_MS) + 1, np.int64)
+_NONE = np.zeros(_LATENCIES + len(fleet.LATENCY_BOUNDS_MS) + 1, np.int64)
 Counts = npt.NDArray[np.int64]
 _Source: TypeAlias = tuple[str, int, str, int]
 """One process's counters of a version: node, process, model, version; another process of the node counts anew."""
@@ -107,7 +99,7 @@ class History:
         self._slot = -1
         self._observed_at = float("-inf")
 
-    def observe(self, nodes: Iterable[NodeRecord], now: float) -> None:
+    def observe(self, nodes: Iterable[fleet.NodeRecord], now: float) -> None:
         """Add what nodes have counted since they were observed last."""
         slot = max(self._slot, int(now // self.slot_s))
         if slot > self._slot:
@@ -150,7 +142,7 @@ class History:
         rates = {"requests_per_s": requests / (len(known) * self.slot_s)}
         return {**rates, "error_rate": errors / requests if requests else None, **numbers}
 
-    def _add(self, source: _Source, stats: VersionStats, hot: HotReport | None) -> None:
+    def _add(self, source: _Source, stats: fleet.VersionStats, hot: fleet.HotReport | None) -> None:
         # One of another release may have other buckets: what it has beyond these would be shown as the last one.
         latencies = stats.latency_counts[: _NONE.size - _LATENCIES]
         lookups = (0, 0) if hot is None else (hot.lookups, hot.hits)
@@ -197,7 +189,7 @@ class _View:
 
     def __init__(self, state: FleetState, history: History) -> None:
         self.state, self.history = state, history
-        self.reports: defaultdict[_Version, list[tuple[NodeRecord, VersionReport]]] = defaultdict(list)
+        self.reports: defaultdict[_Version, list[tuple[fleet.NodeRecord, fleet.VersionReport]]] = defaultdict(list)
         self.answering: Counter[_Version] = Counter()
         for node in state.nodes:
             for report in node.versions:
@@ -205,14 +197,14 @@ class _View:
             if node.kind == "serving":
                 self.answering.update(node.live.items())
 
-    def node(self, node: NodeRecord) -> Document:
+    def node(self, node: fleet.NodeRecord) -> Document:
         return node.model_dump(include={"node_id", "kind", "shard_index", "memory_available_bytes", "live"}) | {
             "address": node.address[:MAX_TEXT],
             "state": "ending" if node.draining else "up",
             "versions": list(map(self.report, node.versions[-MAX_VERSIONS:])),
         }
 
-    def report(self, report: VersionReport) -> Document:
+    def report(self, report: fleet.VersionReport) -> Document:
         # Only who holds rows applies deltas.
         has_rows = bool(report.plan_digest or report.memory_tiers)
         desired = self.state.wanted.get(report.model)
@@ -263,7 +255,7 @@ class _View:
         }
 
 
-def _role(desired: WantedModel | None, version: int, states: Set[str]) -> str:
+def _role(desired: fleet.WantedModel | None, version: int, states: Set[str]) -> str:
     if desired is not None and desired.live == version:
         return "live"
     if desired is not None and desired.canary is not None and desired.canary.version == version:
@@ -317,7 +309,7 @@ class Board:
         fixed: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.fleet = FleetRegistry(open_registry())
+        self.fleet = fleet.FleetRegistry(open_registry())
         self.note, self.fixed = note, fixed
         self.history = History()
         self._clock = clock

@@ -31,19 +31,9 @@ from serving.errors import (
     malformed,
     missing_feature,
 )
-from serving.formats import protobuf
+from serving.formats import protobuf, requests
 from serving.formats.json_reader import count_above
-from serving.formats.requests import (
-    RAGGED,
-    Buffer,
-    Codec,
-    Encoded,
-    FeatureCounts,
-    RankRequest,
-    Response,
-    check_options,
-    text_of,
-)
+from serving.formats.requests import Buffer, Encoded, Response, check_options
 from serving.formats.schema import (
     CANDIDATE_DENSE,
     CONTEXT_DENSE,
@@ -126,7 +116,7 @@ _ORIGIN = ("dense_step", "delta_sequence", "age_ms")  # parameters of a response
 _DTYPES = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}
 
 
-class InferCodec(Codec, eq=False):
+class InferCodec(requests.Codec, eq=False):
     """The protocol's form of rank requests. Without `outputs` all are meant."""
 
     inputs: dict[str, Tensor] = {}  # noqa: RUF012
@@ -162,7 +152,7 @@ class InferCodec(Codec, eq=False):
             request_id, bound, False, inputs, outputs, bool(parameters.binary_data_output),
         )  # fmt: skip
 
-    def parse(self, schema: RequestSchema) -> RankRequest:
+    def parse(self, schema: RequestSchema) -> requests.RankRequest:
         """See `Codec`. Raises InvalidRequestError for a model that can't be called by this protocol."""
         given, required, limits = self.inputs, schema.required_inputs, schema.limits
         if not required <= given.keys() <= schema.inputs.keys():
@@ -201,7 +191,7 @@ class InferCodec(Codec, eq=False):
             elif (lengths := given.get(name + LENGTHS_SUFFIX)) is not None:
                 if len(tensor.shape) == 2:
                     raise tensor.wrong_shape(f"with {lengths.name} it must be [ids]")
-                rows, width = math.prod(sizes[lengths.name]), RAGGED
+                rows, width = math.prod(sizes[lengths.name]), requests.RAGGED
                 ragged.append((lengths, rows))
             num_bags.append(rows)
             widths.append(width)
@@ -209,7 +199,7 @@ class InferCodec(Codec, eq=False):
         if schema.candidate_names:
             num_candidates = num_bags[schema.features.index[schema.candidate_names[0]]]
         schema.check_num_candidates(num_candidates)
-        counts = FeatureCounts(schema.keys, num_ids, num_bags, widths, weighted)
+        counts = requests.FeatureCounts(schema.keys, num_ids, num_bags, widths, weighted)
         counts.check(schema, num_candidates, _path)
         if num_texts > limits.max_string_ids:
             raise limit_exceeded("inputs", "max_string_ids", limits.max_string_ids, num_texts, "string ids")
@@ -268,7 +258,7 @@ class InferCodec(Codec, eq=False):
             start = first + int.from_bytes(data[start:first], "little")
             if start > len(data):
                 raise malformed(path, f"BYTES element {len(texts)} is longer than what is left")
-            texts.append(text_of(path, len(texts), data[first:start]))
+            texts.append(requests.text_of(path, len(texts), data[first:start]))
         if len(texts) != count:
             raise _wrong_count(path, count, f"{len(texts)}" if len(texts) < count else f"at least {len(texts)}")
         return texts
@@ -529,7 +519,7 @@ class InferGrpcCodec(InferCodec, eq=False):
             texts = [message.view[at:stop] for tag, at, stop in fields if _CONTENTS.get(tag) == "bytes_contents"]
             if len(texts) != count:
                 raise _wrong_count(path, count, str(len(texts)))
-            return [text_of(path, position, text) for position, text in enumerate(texts)]
+            return [requests.text_of(path, position, text) for position, text in enumerate(texts)]
         # Before any is decoded: an element has at most a tag and a varint's bytes. What is unknown gets a kilobyte.
         if end - start > 1024 + count * (1 + protobuf.MAX_VARINT_BYTES):
             raise _wrong_count(path, count, f"has {end - start} bytes")

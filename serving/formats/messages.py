@@ -15,21 +15,9 @@ import numpy as np
 from router.feature_schema import FeatureSchema
 from serving.description import ModelInfo
 from serving.errors import InvalidRequestError, count_mismatch, invalid_field, invalid_id, malformed
+from serving.formats import requests
 from serving.formats.protobuf import ProtobufMessage, encode_array, encode_field, packed_bytes, signed, tags_of
-from serving.formats.requests import (
-    RAGGED,
-    Buffer,
-    Codec,
-    Encoded,
-    FeatureCounts,
-    Method,
-    RankRequest,
-    Request,
-    Response,
-    array_of,
-    check_options,
-    text_of,
-)
+from serving.formats.requests import Buffer, RankRequest, Response, array_of
 from serving.formats.schema import PARTS, Part, RequestSchema, part_path
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -38,7 +26,7 @@ from shard_node.bags import Bags, Float32Array
 
 CONTENT_TYPE = "application/x-protobuf"
 _NAMES = {"rank": "shardrank.v1.RankRequest", "lookup": "shardrank.v1.LookupRequest"}
-_FIELDS: dict[Method, dict[int, str]] = {
+_FIELDS: dict[requests.Method, dict[int, str]] = {
     "rank": tags_of(ranking_pb2.RankRequest),
     "lookup": tags_of(ranking_pb2.LookupRequest),
 }
@@ -50,7 +38,7 @@ _Columns: TypeAlias = tuple[list[int], tuple[list[Buffer], ...]]
 _COLUMN_OF = {tag: _COLUMNS.index(name) for tag, name in tags_of(ranking_pb2.SparseFeature).items()}
 
 
-class MessageCodec(Codec, eq=False):
+class MessageCodec(requests.Codec, eq=False):
     """`RankRequest` or `LookupRequest`; with a `model`, which a path names, the message need not name it."""
 
     num_candidates: int = 0
@@ -91,13 +79,13 @@ class MessageCodec(Codec, eq=False):
             numbers.get(name, 0) & 0xFFFF_FFFF or None for name in ("timeout_ms", "top_k", "num_candidates")
         )
         bounds = [signed(numbers[name]) if name in numbers else None for name in ("max_age_ms", "min_sequence")]
-        timeout_s, bound = check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds)
+        timeout_s, bound = requests.check_options(limits, request_id, routing_key, top_k, timeout_ms, bounds)
         return MessageCodec(
             self.method, model, self.api, version, routing_key or request_id, timeout_s, top_k, request_id,
             bound, bool(numbers.get("return_missing")), num_candidates or 0, message, spans, entries,
         )  # fmt: skip
 
-    def parse(self, schema: RequestSchema) -> Request:
+    def parse(self, schema: RequestSchema) -> requests.Request:
         """See `Codec`. Raises InvalidRequestError for a request that is packed for another schema."""
         if "packed" in self.spans:
             if len(self.spans) > 1:
@@ -121,7 +109,7 @@ class MessageCodec(Codec, eq=False):
                 num_candidates = candidates.size // schema.num_candidate_dense
             schema.check_num_candidates(num_candidates)
         counts.check(schema, num_candidates, path)
-        texts = [text_of("string_ids", position, text) for position, text in enumerate(strings)]
+        texts = [requests.text_of("string_ids", position, text) for position, text in enumerate(strings)]
         flat_lengths = array_of(bytearray().join(lengths), "<u4", "lengths").astype(np.int64)
         integers = array_of(bytearray().join(ids), "<i8", "ids")
         flat_weights = array_of(bytearray().join(weights), "<f4", "weights") if weights else None
@@ -130,10 +118,10 @@ class MessageCodec(Codec, eq=False):
             return self.lookup_request(schema, bags, texts)
         return self._request(schema, num_candidates, bags, context, candidates, texts)
 
-    def encode(self, response: Response) -> Encoded:
+    def encode(self, response: Response) -> requests.Encoded:
         """See `Codec`."""
         encoded = encode_rank(response) if isinstance(response, RankResult) else encode_lookup(response)
-        return Encoded(encoded, CONTENT_TYPE)
+        return requests.Encoded(encoded, CONTENT_TYPE)
 
     def _entries(self, dense: dict[Part, list[Buffer]]) -> Iterator[tuple[Part, int, int]]:
         """Yield where the entries of all maps of features lie; dense values are appended to `dense`."""
@@ -164,7 +152,7 @@ class MessageCodec(Codec, eq=False):
 
     def _counts(
         self, schema: RequestSchema, features: dict[str, _Columns], path: Callable[[str], str]
-    ) -> tuple[FeatureCounts, tuple[list[Buffer], ...]]:
+    ) -> tuple[requests.FeatureCounts, tuple[list[Buffer], ...]]:
         """Count ids and bags, and return them with all features' columns in flat order."""
         keys, is_lookup = schema.keys, self.method == "lookup"
         if is_lookup:
@@ -195,10 +183,10 @@ class MessageCodec(Codec, eq=False):
             is_bag = is_context and not is_lookup
             num_ids.append(count)
             num_bags.append(num_lengths or (1 if is_bag else count))
-            widths.append(RAGGED if num_lengths else count if is_bag else 1)
+            widths.append(requests.RAGGED if num_lengths else count if is_bag else 1)
             for joined_column, column in zip(joined, columns, strict=True):
                 joined_column.extend(column)
-        return FeatureCounts(keys, num_ids, num_bags, widths, weighted), joined
+        return requests.FeatureCounts(keys, num_ids, num_bags, widths, weighted), joined
 
     def _request(
         self,
@@ -223,7 +211,7 @@ class MessageCodec(Codec, eq=False):
         for tag, start, end in message.fields(*self.spans["packed"]):
             name = _PACKED.get(tag)
             if name == "string_ids":
-                texts.append(text_of("packed.string_ids", len(texts), message.view[start:end]))
+                texts.append(requests.text_of("packed.string_ids", len(texts), message.view[start:end]))
             elif name is not None:
                 fields[name] = message.view[start:end]
         digest = bytes(fields["schema_digest"][:80]).decode(errors="backslashreplace")
@@ -237,7 +225,10 @@ class MessageCodec(Codec, eq=False):
             if lengths.size != int(num_bags.sum()):
                 raise count_mismatch("packed.lengths", f"{lengths.size} of them for {num_bags.sum()} bags")
             # Sums of so few int32 can't wrap around.
-            num_ids, widths = np.add.reduceat(lengths, np.cumsum(num_bags) - num_bags), [RAGGED] * num_bags.size
+            num_ids, widths = (
+                np.add.reduceat(lengths, np.cumsum(num_bags) - num_bags),
+                [requests.RAGGED] * num_bags.size,
+            )
         ids = array_of(bytearray(fields["ids"]), "<i8", "packed.ids")
         weights, context, candidates = (
             array_of(bytearray(fields[name]), "<f4", f"packed.{name}")
@@ -259,7 +250,7 @@ class MessageCodec(Codec, eq=False):
                 raise count_mismatch("packed.weights", f"{weights.size} of them for {expected + expected_texts} ids")
             if not (weights[~np.repeat(schema.is_weighted, num_ids)] == 1).all():
                 raise invalid_field("packed.weights", "a feature that takes no weights has one that is not 1")
-        counts = FeatureCounts(schema.keys, num_ids, num_bags, widths, slice(None))
+        counts = requests.FeatureCounts(schema.keys, num_ids, num_bags, widths, slice(None))
         bags = counts.bags(schema, lengths, ids, texts, weights if weights.size else None)
         return self._request(schema, self.num_candidates, bags, context, candidates, texts)
 

@@ -16,16 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn import functional as F  # noqa: N812
 
-from loader.snapshot.manifest import (
-    ContextFloats,
-    ExportedModelSpec,
-    InputSource,
-    ModelSpec,
-    PooledInput,
-    RequestOfCandidate,
-    SequenceSource,
-    SideInput,
-)
+from loader.snapshot import manifest
+from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.program import Program, ProgramArchive, program_bytes
 from serving.description import NumberFormat
 from serving.errors import RankingModelError
@@ -138,8 +130,8 @@ def _checked(spec: ModelSpec, archive: ProgramArchive) -> ExportedRanking:
         raise RankingModelError(f"model {spec.model!r}: the exported program fails: {problem}") from error
 
 
-def _exported(spec: ModelSpec) -> ExportedModelSpec:
-    if not isinstance(spec.dense_model, ExportedModelSpec):
+def _exported(spec: ModelSpec) -> manifest.ExportedModelSpec:
+    if not isinstance(spec.dense_model, manifest.ExportedModelSpec):
         raise RankingModelError(f"model {spec.model!r}: dense_model {spec.dense_model.kind!r} is no exported program")
     return spec.dense_model
 
@@ -289,13 +281,13 @@ def check_bindings(spec: ModelSpec) -> None:
         _argument(spec, source)
 
 
-def _argument(spec: ModelSpec, source: InputSource) -> _Argument:
+def _argument(spec: ModelSpec, source: manifest.InputSource) -> _Argument:
     shapes, prefix = InputShapes.of(spec), f"model {spec.model!r}: inputs"
     is_gathered = getattr(source, "per", "candidate") == "candidate"
     rows = "N" if is_gathered else "R"
-    if isinstance(source, RequestOfCandidate):
+    if isinstance(source, manifest.RequestOfCandidate):
         return _Argument(torch.int64, (rows,), lambda inputs: inputs.request_of_candidate.contiguous())
-    if isinstance(source, SequenceSource):
+    if isinstance(source, manifest.SequenceSource):
         name, dims = source.feature, shapes.sequence_dims
         if name not in dims:
             raise RankingModelError(f"{prefix}: {name!r} is no sequence (pooling none); they are {list(dims)}")
@@ -307,7 +299,7 @@ def _argument(spec: ModelSpec, source: InputSource) -> _Argument:
         }
         dtype, shape, read = parts[source.part]
         return _Argument(dtype, shape, _gathered(lambda inputs: read(inputs.sequences[name]), is_gathered))
-    if isinstance(source, PooledInput):
+    if isinstance(source, manifest.PooledInput):
         if unknown := [name for name in source.features if name not in shapes.columns]:
             known = list(shapes.columns)
             raise RankingModelError(f"{prefix}: {unknown[0]!r} is none of the pooled features; they are {known}")
@@ -315,17 +307,17 @@ def _argument(spec: ModelSpec, source: InputSource) -> _Argument:
         if len(sides) != 1:
             raise RankingModelError(f"{prefix}: {list(source.features)} are of both sides; give each side an argument")
         what, is_context = "pooled", sides == {"context"}
-    elif isinstance(source, SideInput):
+    elif isinstance(source, manifest.SideInput):
         what, is_context = f"side {source.side}", source.side == "context"
     else:
-        what, is_context = source.source, isinstance(source, ContextFloats)
+        what, is_context = source.source, isinstance(source, manifest.ContextFloats)
     if not (is_context or is_gathered):
         raise RankingModelError(f"{prefix}: {what} of candidates can't come per request")
     side = shapes.context if is_context else shapes.candidate
-    if isinstance(source, PooledInput):
+    if isinstance(source, manifest.PooledInput):
         pieces = [shapes.columns[name] for name in source.features]
     else:
-        pieces = [slice(0, side.padded_width) if isinstance(source, SideInput) else side.dense_columns]
+        pieces = [slice(0, side.padded_width) if isinstance(source, manifest.SideInput) else side.dense_columns]
     merged = pieces[:1]
     for piece in pieces[1:]:
         # Neighbours are read as one piece.

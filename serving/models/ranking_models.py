@@ -19,19 +19,9 @@ from loader.snapshot.manifest import DenseModelSpec, ModelSpec
 from loader.snapshot.tables import Frozen, projection_name, schema_errors
 from serving.description import NumberFormat
 from serving.errors import RankingModelError
+from serving.models import layers
 from serving.models.inputs import InputShapes, RankingInputs, SequenceInput
-from serving.models.layers import (
-    CPU,
-    Columns,
-    Int8Product,
-    Linear,
-    Mlp,
-    ObservedProduct,
-    Shared,
-    Steps,
-    bfloat16_is_native,
-    input_dtype,
-)
+from serving.models.layers import Columns, Linear, Mlp, ObservedProduct, Shared, Steps
 
 MAX_PAIRS: Final = 1 << 18
 """Candidate-history pairs worked on at once: bounds the memory of a batch with long histories to some 100 MB."""
@@ -162,7 +152,7 @@ class RankingModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the inputs."""
-        return input_dtype(self.number_format)
+        return layers.input_dtype(self.number_format)
 
     @abstractmethod
     def forward(self, inputs: RankingInputs) -> Tensor:
@@ -177,7 +167,7 @@ class RankingModel(nn.Module):
         self.requires_grad_(False).eval()
         self.int8 = dict(int8 or {}) if number_format == "int8" else {}
         if number_format == "int8" and not self.int8:
-            number_format = "bfloat16" if bfloat16_is_native() else "float32"
+            number_format = "bfloat16" if layers.bfloat16_is_native() else "float32"
         self.number_format = number_format
         names = {layer: name for name, layer in self.named_modules() if isinstance(layer, Linear)}
         following = dict(pair for one in self.modules() if isinstance(one, Mlp) for pair in one.successive())
@@ -190,7 +180,7 @@ class RankingModel(nn.Module):
     def take_sampled(self) -> tuple[int, int]:
         """Return how many inputs of int8 layers were looked at since the last time, and how many were beyond codes."""
         products = [one.ready.rows for one in self.modules() if isinstance(one, Linear) and one.ready]
-        taken = [product.take_sampled() for product in products if isinstance(product, Int8Product)]
+        taken = [product.take_sampled() for product in products if isinstance(product, layers.Int8Product)]
         return sum(sampled for sampled, _ in taken), sum(beyond for _, beyond in taken)
 
     @contextlib.contextmanager
@@ -474,7 +464,7 @@ class DeviceCopies:
     def __init__(self, original: RankingModel) -> None:
         self._lock = threading.Lock()
         self.original = original
-        self._by_device: dict[torch.device, RankingModel] = {CPU: original}
+        self._by_device: dict[torch.device, RankingModel] = {layers.CPU: original}
 
     def on(self, device: torch.device) -> RankingModel:
         """Return the model on `cpu`, or on a CUDA device with its index, not to be changed."""

@@ -15,20 +15,12 @@ from urllib.parse import quote
 import grpc
 
 from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError, UnavailableError
+from serving import errors
 from serving.api.bodies import CODINGS, expand
 from serving.api.grpc.connection import Stream
 from serving.api.grpc.listener import Http2Protocol
 from serving.api.grpc.wire import HeaderList, header_block
 from serving.api.tokens import Scope, Tokens
-from serving.errors import (
-    RETRY_AFTER_S,
-    InvalidRequestError,
-    NotFoundError,
-    invalid_field,
-    limit_exceeded,
-    malformed,
-    printable,
-)
 from serving.formats.requests import Buffer
 from serving.observe.traces import TRACEPARENT, Parent, parent_of
 from shard_node.byte_budget import MessageBytes
@@ -79,19 +71,19 @@ def read_head(request: HeaderList, max_bytes: int) -> CallHead:
     parsed = _TIMEOUT.fullmatch(timeout)
     if request.size > max_bytes:
         problem = f"the headers take {request.size} bytes, more than the limit max_header_bytes = {max_bytes}"
-        refusal = InvalidRequestError("", problem, kind="header_too_large"), 200
+        refusal = errors.InvalidRequestError("", problem, kind="header_too_large"), 200
     elif request.problem is not None:
         # RFC 9113, section 8.1.1: a response may say so.
-        refusal = malformed("", request.problem), 400
+        refusal = errors.malformed("", request.problem), 400
     elif headers[b":method"] != b"POST":
         problem = f"the method is {headers[b':method'].decode('latin-1')!r}; it must be POST"
-        refusal = InvalidRequestError("", problem, kind="method_not_allowed"), 405
+        refusal = errors.InvalidRequestError("", problem, kind="method_not_allowed"), 405
     elif not _CONTENT_TYPES.match(content_type):
         problem = f"content-type is {content_type.decode('latin-1')!r}; it must be application/grpc"
-        refusal = malformed("", problem), 415
+        refusal = errors.malformed("", problem), 415
     elif timeout and parsed is None:
         problem = f"it is {timeout.decode('latin-1')!r}; it must be digits and a unit"
-        refusal = invalid_field("grpc-timeout", problem), 200
+        refusal = errors.invalid_field("grpc-timeout", problem), 200
     if b"authorization" in headers:
         # Joined, as HTTP has it of headers that come twice: then they are no token.
         values = b", ".join(value for name, value in request.headers if name == b"authorization")
@@ -125,7 +117,7 @@ def status_block(code: grpc.StatusCode, details: str, kind: str, *, http_status:
     if kind:
         trailers.append((ERROR_KIND_METADATA.encode(), kind.encode()))
     if kind in (OverloadedError.kind, "buffer_full", "rows_stale"):
-        trailers.append((b"grpc-retry-pushback-ms", b"%d" % (1000 * RETRY_AFTER_S)))
+        trailers.append((b"grpc-retry-pushback-ms", b"%d" % (1000 * errors.RETRY_AFTER_S)))
     return header_block(trailers if http_status is None else (*_BEGINNING, *trailers), status=http_status)
 
 
@@ -203,7 +195,7 @@ class GrpcCall(Stream):
             return
         try:
             if method is None:
-                raise NotFoundError(f"there is no method {head.path.decode('latin-1')}", kind="no_such_route")
+                raise errors.NotFoundError(f"there is no method {head.path.decode('latin-1')}", kind="no_such_route")
             if method.is_streamed and not methods.accepts_streamed:
                 raise UnavailableError(STOPPING, kind="shutting_down")
             if methods.tokens is not None and method.scope is not None:
@@ -229,7 +221,9 @@ class GrpcCall(Stream):
                 start = at + PREFIX_BYTES
                 size = int.from_bytes(buffer[at + 1 : start], "big")
                 if size > (allowed := method.max_message_bytes):
-                    raise limit_exceeded("", "max_body_bytes", allowed, size, "bytes in the message", "body_too_large")
+                    raise errors.limit_exceeded(
+                        "", "max_body_bytes", allowed, size, "bytes in the message", "body_too_large"
+                    )
                 end, flag = start + size, buffer[at]
                 self._missing = max(0, end - len(buffer))
                 if self._missing:
@@ -260,7 +254,7 @@ class GrpcCall(Stream):
     def on_end(self) -> None:
         """Note that no further message comes."""
         if not self._ignores_more and self._buffer:
-            self._messages.append(malformed("", "the call ends before its request message does"))
+            self._messages.append(errors.malformed("", "the call ends before its request message does"))
             self._ignore_more()
         self._wake()
 
@@ -308,7 +302,7 @@ class GrpcCall(Stream):
                 problem = f"the request was not complete after receive_timeout_s = {timeout_s} s"
                 raise DeadlineExceededError(problem, kind="request_timeout") from None
         if not self._messages:
-            raise malformed("", "the call has no request message")
+            raise errors.malformed("", "the call has no request message")
         return await self._plain()
 
     async def messages(self) -> AsyncIterator[Buffer]:
@@ -341,7 +335,7 @@ class GrpcCall(Stream):
         try:
             message = await answer
         except ShardrankError as error:
-            if isinstance(error, InvalidRequestError) and error.kind != "unknown_id":
+            if isinstance(error, errors.InvalidRequestError) and error.kind != "unknown_id":
                 # It was seen while the message was read, in one go.
                 self._charge(REFUSED_CALL_S)
             self._refuse(error)
@@ -394,12 +388,12 @@ class GrpcCall(Stream):
         if flag:
             coding = self.head.coding
             if flag > 1:
-                raise malformed("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
+                raise errors.malformed("", f"a message's compressed flag is {flag}; allowed are 0 and 1")
             if coding == IDENTITY:
-                raise malformed("", "a message is flagged as compressed, but the call has no grpc-encoding")
+                raise errors.malformed("", "a message is flagged as compressed, but the call has no grpc-encoding")
             if coding not in CODINGS:
-                problem = f"grpc-encoding is {printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
-                raise InvalidRequestError("", problem, kind="unknown_coding")
+                problem = f"grpc-encoding is {errors.printable(coding, 64)!r}; known are {KNOWN_CODINGS}"
+                raise errors.InvalidRequestError("", problem, kind="unknown_coding")
             expanding, max_bytes = self._methods.expanding, method.max_message_bytes
             message = await expand(compressed, max_bytes, self._bytes, connection.spent, expanding)
         if method.is_streamed:

@@ -10,7 +10,7 @@ import pytest
 
 from loader.snapshot.reader import Snapshot
 from serving.embedded import ModelSource, load_served_model
-from serving.models.ranking_models import bfloat16_is_native
+from serving.models.layers import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.training.dataset import FilmsDataset, FilmsOptions, films_description
 from serving.training.trainer import GOLDEN_TOLERANCES, export_trained, train_described

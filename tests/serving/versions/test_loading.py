@@ -22,7 +22,7 @@ from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from serving.embedded import ModelSource, Ranker, load_served_model
 from serving.models import layers
-from serving.models.ranking_models import bfloat16_is_native
+from serving.models.layers import bfloat16_is_native
 from serving.rank.service import RankingService
 from serving.versions.fleet_member import FleetMember
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
