@@ -21,17 +21,8 @@ import numpy as np
 
 from loader.memory import settle_heap
 from loader.snapshot.reader import Snapshot
-from loadtest.bench.harness import (
-    BUSY_MEASURES,
-    Bench,
-    BenchTable,
-    Measure,
-    Subject,
-    Values,
-    bench_command,
-    make_node,
-    make_router,
-)
+from loadtest.bench import harness
+from loadtest.bench.harness import Bench, BenchTable, Measure, Subject, Values
 from loadtest.cli import side_split_option
 from loadtest.load.config import TOLERANCES, bench_load
 from loadtest.load.generator import Generators
@@ -63,8 +54,8 @@ class Limit:
         snapshot = Snapshot.open(path, verify=False)
         self._model, self._version = snapshot.spec.model, snapshot.version
         plan = Plan.make(snapshot.spec)
-        shard = LocalShard(make_node(snapshot, plan))
-        self._router = make_router(snapshot, plan, [shard])
+        shard = LocalShard(harness.make_node(snapshot, plan))
+        self._router = harness.make_router(snapshot, plan, [shard])
         source = ModelSource(snapshot=path, dtype=dtype, verify=False)
         with contextlib.closing(load_served_model(source, RankingService())) as served:
             parts = served.rankings[0].parts
@@ -122,7 +113,7 @@ FULL_LOAD = 32
 """Requests in flight."""
 LIMIT = "without a server"
 P50 = "p50"
-LOADED_MEASURES = (*BUSY_MEASURES, Measure("batch", "requests", "higher"))
+LOADED_MEASURES = (*harness.BUSY_MEASURES, Measure("batch", "requests", "higher"))
 SINGLE_MEASURES = (Measure(P50, "ms"), Measure("p50 beyond computing", "ms"))
 
 
@@ -286,7 +277,7 @@ def measure_sides(
     model.bench.run(tables, both_served)
 
 
-@bench_command
+@harness.bench_command
 @click.option("--head", type=click.Choice(get_args(catalog.Head)), default="mlp", show_default=True)
 @click.option("--hotness", type=click.IntRange(1, 1000), multiple=True, default=(1, 20), help="Ids a bag. Repeatable.")
 @click.option("--api", "apis", type=click.Choice(APIS), multiple=True, default=("grpc-packed", "oip-http", "json"))
