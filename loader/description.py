@@ -14,28 +14,17 @@ from typing import Annotated, Literal, Self, cast
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from loader.errors import ExportError
+from loader.snapshot import tables as stored
 from loader.snapshot.manifest import MAX_TABLES, AnyDenseModel, DenseInputs, FeatureSpec, ModelSpec
 from loader.snapshot.tables import (
     FAIL_FAST,
-    MAX_COLUMN_SLICES,
     MAX_EMBEDDING_DIM,
-    MAX_FEATURES,
-    MAX_NUM_EMBEDDINGS,
-    MAX_PARTS,
-    Bucketing,
-    Combine,
     DividedTable,
     Frozen,
-    HashMapping,
     IdentityMapping,
-    Keys,
-    Missing,
     Name,
-    Pooling,
     RowDtype,
     TableSpec,
-    UnknownId,
-    VocabularyMapping,
 )
 
 
@@ -43,8 +32,8 @@ class QuotientRemainderMapping(Frozen):
     """Ids 0 <= id < num_embeddings; each has two rows, id // buckets and id % buckets of tables of their own."""
 
     kind: Literal["quotient_remainder"] = "quotient_remainder"
-    buckets: int = Field(ge=1, le=MAX_NUM_EMBEDDINGS)
-    combine: Combine = "add"
+    buckets: int = Field(ge=1, le=stored.MAX_NUM_EMBEDDINGS)
+    combine: stored.Combine = "add"
 
 
 class Block(Frozen):
@@ -68,7 +57,7 @@ class DtypeByPopularity(Frozen):
 
 # Which member of a union is meant is told by the value's type, so that an error is about that one alone.
 Rows = Annotated[
-    Annotated[Literal["auto"], Tag("auto")] | Annotated[int, Field(ge=1, le=MAX_NUM_EMBEDDINGS), Tag("number")],
+    Annotated[Literal["auto"], Tag("auto")] | Annotated[int, Field(ge=1, le=stored.MAX_NUM_EMBEDDINGS), Tag("number")],
     Discriminator(lambda given: "auto" if isinstance(given, str) else "number"),
 ]
 Dtype = Annotated[
@@ -93,23 +82,24 @@ class TableDescription(Frozen):
     name: Name
     num_embeddings: Rows = "auto"
     capacity: Rows | None = None
-    keys: Keys | None = None
-    missing: Missing = "zeros"
+    keys: stored.Keys | None = None
+    missing: stored.Missing = "zeros"
     embedding_dim: int = Field(ge=1, le=MAX_EMBEDDING_DIM)
-    feature_names: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
+    feature_names: Annotated[tuple[Name, ...], FAIL_FAST] = Field(min_length=1, max_length=stored.MAX_FEATURES)
     max_collision_share: float = Field(default=0.05, gt=0, lt=1)
-    pooling: Pooling = "sum"
+    pooling: stored.Pooling = "sum"
     dtype: Dtype = "int8"
-    bucketing: Bucketing = "mixed"
+    bucketing: stored.Bucketing = "mixed"
     id_mapping: Annotated[
-        IdentityMapping | HashMapping | VocabularyMapping | QuotientRemainderMapping, Field(discriminator="kind")
+        IdentityMapping | stored.HashMapping | stored.VocabularyMapping | QuotientRemainderMapping,
+        Field(discriminator="kind"),
     ] = IdentityMapping()
-    unknown_id: UnknownId = "reject"
+    unknown_id: stored.UnknownId = "reject"
     default_row: int = Field(default=0, ge=0)
     column_dims: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_EMBEDDING_DIM)], ...], FAIL_FAST] = Field(
-        default=(), max_length=MAX_COLUMN_SLICES
+        default=(), max_length=stored.MAX_COLUMN_SLICES
     )
-    blocks: Annotated[tuple[Block, ...], FAIL_FAST] = Field(default=(), max_length=MAX_PARTS)
+    blocks: Annotated[tuple[Block, ...], FAIL_FAST] = Field(default=(), max_length=stored.MAX_PARTS)
     project_to: int | None = Field(default=None, ge=1, le=MAX_EMBEDDING_DIM)
 
     @model_validator(mode="after")
@@ -125,7 +115,7 @@ class TableDescription(Frozen):
             raise ValueError(f"{where}: a table has either num_embeddings, or keys and a capacity")
         if self.keys is not None and (ways := self._ways()):
             raise ValueError(f"{where}: a table with keys is stored whole: it does not go with {ways[0]}")
-        if self.num_embeddings == "auto" and self.keys is None and not isinstance(self.id_mapping, HashMapping):
+        if self.num_embeddings == "auto" and self.keys is None and not isinstance(self.id_mapping, stored.HashMapping):
             raise ValueError(f"{where}: num_embeddings auto goes with id_mapping hash, not {self.id_mapping.kind}")
         if self.blocks:
             if not isinstance(self.dtype, str):
@@ -228,7 +218,7 @@ class ModelDescription(Frozen):
 
     model: Name
     tables: Annotated[tuple[TableDescription, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_TABLES)
-    features: Annotated[tuple[FeatureSpec, ...], FAIL_FAST] = Field(min_length=1, max_length=MAX_FEATURES)
+    features: Annotated[tuple[FeatureSpec, ...], FAIL_FAST] = Field(min_length=1, max_length=stored.MAX_FEATURES)
     dense_inputs: DenseInputs = DenseInputs()
     dense_model: AnyDenseModel
 

@@ -17,24 +17,11 @@ import numpy.typing as npt
 from loader import errors
 from loader.keyed_rows import first_twice
 from loader.progress import Progress, counting, no_progress
+from loader.snapshot import manifest as manifests
 from loader.snapshot.buckets import RowBuckets, key_buckets
 from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.golden import GoldenRequests, check_golden_header
-from loader.snapshot.manifest import (
-    CHECKSUM_NAME,
-    MANIFEST_NAME,
-    MAX_DENSE_BYTES,
-    MAX_PLAN_BYTES,
-    PLAN_TENSOR,
-    PROGRAM_PATH,
-    FileEntry,
-    Manifest,
-    TableFiles,
-    check_manifest_checksum,
-    manifest_texts,
-    read_manifest,
-    snapshot_file,
-)
+from loader.snapshot.manifest import FileEntry, Manifest, TableFiles
 from loader.snapshot.program import ProgramArchive
 from loader.snapshot.row_classes import RowClasses, check_classes_header
 from loader.snapshot.store import hash_file, version_numbers
@@ -127,11 +114,11 @@ class Snapshot:
             if not root.is_dir():
                 raise errors.SnapshotNotFoundError(errors.no_path("snapshot", root))
             versions = version_numbers(entry.name for entry in root.iterdir())
-        if versions and not (root / MANIFEST_NAME).exists():
+        if versions and not (root / manifests.MANIFEST_NAME).exists():
             raise errors.SnapshotNotFoundError(
                 f"{root} is a model's folder; its newest version is {root / str(versions[-1])}"
             )
-        manifest, found = read_manifest(root)
+        manifest, found = manifests.read_manifest(root)
         if identity not in (None, found):
             problem = f"identity (SHA-256 of its manifest) is {found}, published was {identity}"
             raise errors.SnapshotCorruptError(f"{root}: {problem}")
@@ -144,15 +131,15 @@ class Snapshot:
             )
         absent = set() if rows_here else {entry.path for tables in manifest.tables for entry in tables.rows}
         entries = [entry for entry in manifest.files() if entry.path not in absent]
-        paths = {entry.path: snapshot_file(root, entry.path) for entry in entries}
-        check_manifest_checksum(root, found)
+        paths = {entry.path: manifests.snapshot_file(root, entry.path) for entry in entries}
+        manifests.check_manifest_checksum(root, found)
         for entry in entries:
             at = paths[entry.path]
             with errors.file_errors(at, "read"):
                 size_bytes = at.stat().st_size
             if size_bytes != entry.size_bytes:
                 raise errors.SnapshotCorruptError(f"{at}: {size_bytes} bytes, the manifest says {entry.size_bytes}")
-        headers = {relative: read_header(at) for relative, at in paths.items() if relative != PROGRAM_PATH}
+        headers = {relative: read_header(at) for relative, at in paths.items() if relative != manifests.PROGRAM_PATH}
         snapshot = cls(root, manifest, found, headers)
         snapshot._check_headers()  # before anything is read as a whole, or hashed
         if verify:
@@ -178,7 +165,7 @@ class Snapshot:
             if sha256 != entry.sha256:
                 raise errors.SnapshotCorruptError(f"{path}: SHA-256 is {sha256}, the manifest says {entry.sha256}")
 
-        paths = [snapshot_file(self.path, entry.path) for entry in entries]
+        paths = [manifests.snapshot_file(self.path, entry.path) for entry in entries]
         with ThreadPoolExecutor(max_workers=threads) as pool:
             list(pool.map(check, entries, paths))  # which cancels the others when one fails
         for table in self.manifest.tables if files != "rows" else ():
@@ -195,7 +182,9 @@ class Snapshot:
         # A stream that this version begins, the other one begins.
         base = None if self.manifest.delta_base == self.version else self.manifest.delta_base
         manifest = self.manifest.model_copy(update={"version": version, "delta_base": base})
-        return Snapshot(self.path, manifest, manifest_texts(manifest)[CHECKSUM_NAME].split()[0], self._headers)
+        return Snapshot(
+            self.path, manifest, manifests.manifest_texts(manifest)[manifests.CHECKSUM_NAME].split()[0], self._headers
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -283,14 +272,14 @@ class Snapshot:
         """Return the dense model's tensors by name, in memory; none of an exported program, which has them itself."""
         import torch  # which takes a second: processes that supervise, or place rows, read no dense model
 
-        if self.manifest.dense.path == PROGRAM_PATH:
+        if self.manifest.dense.path == manifests.PROGRAM_PATH:
             return {}
         return {name: torch.from_numpy(array) for name, array in load_numpy(*self._header(self.manifest.dense)).items()}
 
     @property
     def program_path(self) -> Path:
         """Return where an exported program lies."""
-        return self.path / PROGRAM_PATH
+        return self.path / manifests.PROGRAM_PATH
 
     def golden(self) -> GoldenRequests | None:
         """Read the golden requests, if the snapshot has any. Raises SnapshotCorruptError if they do not fit."""
@@ -308,7 +297,7 @@ class Snapshot:
         """Read the text of the plan file that the snapshot carries, if it does; the router knows what it says."""
         if (entry := self.manifest.plan) is None:
             return None
-        return load_numpy(*self._header(entry))[PLAN_TENSOR].tobytes()
+        return load_numpy(*self._header(entry))[manifests.PLAN_TENSOR].tobytes()
 
     def _vocabulary_entry(self, table: str) -> FileEntry:
         entry = self._files[self._first_of[table]].vocabulary
@@ -337,18 +326,18 @@ class Snapshot:
                 expect_tensors(*self._header(files.access_counts), {COUNTS_TENSOR: ("U32", (table.num_embeddings,))})
         if (plan := self.manifest.plan) is not None:
             path, header = self._header(plan)
-            expect_at_most(path, header, MAX_PLAN_BYTES)
-            expect_tensors(path, header, {PLAN_TENSOR: ("U8", (length_of(header, PLAN_TENSOR),))})
+            expect_at_most(path, header, manifests.MAX_PLAN_BYTES)
+            expect_tensors(path, header, {manifests.PLAN_TENSOR: ("U8", (length_of(header, manifests.PLAN_TENSOR),))})
         if (golden := self.manifest.golden) is not None:
             check_golden_header(self.spec, golden, *self._header(golden.file))
         dense = self.manifest.dense
-        if dense.path == PROGRAM_PATH:
-            if dense.size_bytes > MAX_DENSE_BYTES:
-                limit = f"at most {MAX_DENSE_BYTES} are allowed"
+        if dense.path == manifests.PROGRAM_PATH:
+            if dense.size_bytes > manifests.MAX_DENSE_BYTES:
+                limit = f"at most {manifests.MAX_DENSE_BYTES} are allowed"
                 raise errors.SnapshotCorruptError(f"{self.program_path}: {dense.size_bytes} bytes; {limit}")
             return
         path, header = self._header(dense)
-        expect_at_most(path, header, MAX_DENSE_BYTES)
+        expect_at_most(path, header, manifests.MAX_DENSE_BYTES)
         for name, info in header.items():
             if info.dtype not in _DENSE_DTYPES:
                 where = f"{path}: tensor {errors.cut(repr(name))}"
@@ -392,7 +381,7 @@ def verify_snapshot(path: str | Path, *, progress: Progress = no_progress) -> Ve
     except errors.SnapshotError as error:
         stated: dict[str, Any] = {}
         with suppress(errors.SnapshotError):
-            manifest, _ = read_manifest(Path(path))
+            manifest, _ = manifests.read_manifest(Path(path))
             stated = {"files": manifest.files(), "model": manifest.spec.model, "version": manifest.version}
         return VerifyReport(path=str(path), ok=False, problems=(f"{error.kind}: {error}",), **stated)
     checks = ["manifest, paths, sizes, SHA-256, dtypes, shapes, vocabularies and golden requests of every file"]
@@ -407,7 +396,7 @@ def verify_snapshot(path: str | Path, *, progress: Progress = no_progress) -> Ve
     for name, tensor in snapshot.dense_tensors().items():
         if not bool(tensor.isfinite().all()):
             problems.append(f"{dense}: tensor {name!r} holds NaN or inf")
-    if dense == PROGRAM_PATH:
+    if dense == manifests.PROGRAM_PATH:
         try:
             ProgramArchive.read(snapshot.program_path)
             checks.append("exported program: nothing in it is pickled")

@@ -42,19 +42,8 @@ from loader.errors import (
     no_path,
 )
 from loader.progress import Progress, counting, no_progress
-from loader.snapshot.manifest import (
-    CHECKSUM_NAME,
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    FileEntry,
-    Manifest,
-    checksum_line,
-    manifest_texts,
-    parse_manifest,
-    read_bounded,
-    read_manifest,
-    snapshot_file,
-)
+from loader.snapshot import manifest as manifests
+from loader.snapshot.manifest import MANIFEST_NAME, FileEntry, Manifest
 
 # Small enough for malloc to hand it out again: a thread's own heap keeps what was once taken from it.
 _HASH_CHUNK_BYTES = 1 << 20
@@ -198,7 +187,7 @@ class Store:
     def manifest(self, model: str, version: int) -> tuple[Manifest, str] | None:
         """Read a version's manifest and its identity; None if there is no such version. Raises as `read_manifest`."""
         folder = self.path / model / str(version)
-        return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
+        return manifests.read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
 
     def put(
         self, source: Path, identity: str, progress: Progress = no_progress, renumbered: Manifest | None = None
@@ -216,7 +205,7 @@ class Store:
         try:
             with open_export_folder(target, identity, progress) as work:
                 for entry in entries:
-                    work.write(entry.path, partial(shutil.copyfile, snapshot_file(source, entry.path)), entry)
+                    work.write(entry.path, partial(shutil.copyfile, manifests.snapshot_file(source, entry.path)), entry)
                     add_done(entry.size_bytes)
                 work.publish(texts)
         except OSError as error:
@@ -258,7 +247,7 @@ class Store:
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
         """Read a small file. Raises SnapshotError if it can't be read, with what the file system says as cause."""
-        return read_bounded(self.path / path, max_bytes)
+        return manifests.read_bounded(self.path / path, max_bytes)
 
     def write_file(self, path: str, content: bytes) -> None:
         """Write a small file durably, in one step. Raises SnapshotError if the store can't be written."""
@@ -316,12 +305,15 @@ def stated_by(source: Path, identity: str, renumbered: Manifest | None) -> tuple
     Raises SnapshotError if it can't be read, or changed since it was read.
     """
     if renumbered is not None:
-        return renumbered, manifest_texts(renumbered)
-    path = snapshot_file(source, MANIFEST_NAME)
-    content = read_bounded(path, MAX_MANIFEST_BYTES)
+        return renumbered, manifests.manifest_texts(renumbered)
+    path = manifests.snapshot_file(source, MANIFEST_NAME)
+    content = manifests.read_bounded(path, manifests.MAX_MANIFEST_BYTES)
     if hashlib.sha256(content).hexdigest() != identity:
         raise SnapshotCorruptError(f"{path}: changed while it was published")
-    return parse_manifest(str(path), content), {MANIFEST_NAME: content.decode(), CHECKSUM_NAME: checksum_line(identity)}
+    return manifests.parse_manifest(str(path), content), {
+        MANIFEST_NAME: content.decode(),
+        manifests.CHECKSUM_NAME: manifests.checksum_line(identity),
+    }
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:

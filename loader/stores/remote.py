@@ -46,18 +46,9 @@ from typing import Any, Final
 
 from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError, SnapshotNotFoundError, StoreError, cut
 from loader.progress import Progress, all_or_first_error, counting, no_progress
+from loader.snapshot import manifest as manifests
 from loader.snapshot import store
-from loader.snapshot.manifest import (
-    CHECKSUM_NAME,
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    FileEntry,
-    Manifest,
-    check_relative_path,
-    checksum_line,
-    parse_manifest,
-    snapshot_file,
-)
+from loader.snapshot.manifest import CHECKSUM_NAME, MANIFEST_NAME, FileEntry, Manifest
 from loader.stores.cache import FETCHING, StoreUrl
 
 try:
@@ -129,7 +120,7 @@ class RemoteStore(store.Store):
         if (content := self._read_manifest(model, version)) is None:
             return None
         url = f"{self.name}/{model}/{version}/{MANIFEST_NAME}"
-        return parse_manifest(url, content), hashlib.sha256(content).hexdigest()
+        return manifests.parse_manifest(url, content), hashlib.sha256(content).hexdigest()
 
     def hold(
         self,
@@ -156,19 +147,19 @@ class RemoteStore(store.Store):
         if content is None:
             raise self.no_version(model, version)
         url, digest = f"{self.name}/{model}/{version}", hashlib.sha256(content).hexdigest()
-        manifest = parse_manifest(f"{url}/{MANIFEST_NAME}", content)
+        manifest = manifests.parse_manifest(f"{url}/{MANIFEST_NAME}", content)
         if identity not in (None, digest):
             problem = f"identity (SHA-256 of its manifest) is {digest}, published was {identity}"
             raise SnapshotCorruptError(f"{url}: {problem}")
         rows = {entry.path for files in manifest.tables for entry in files.rows}
         small = [
             FileEntry(path=path, size_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
-            for path, text in ((MANIFEST_NAME, content), (CHECKSUM_NAME, checksum_line(digest).encode()))
+            for path, text in ((MANIFEST_NAME, content), (CHECKSUM_NAME, manifests.checksum_line(digest).encode()))
         ]
         entries = [*small, *(entry for entry in manifest.files() if with_rows or entry.path not in rows)]
         # Before anything is written at such a path.
         for entry in entries:
-            check_relative_path(url, entry.path)
+            manifests.check_relative_path(url, entry.path)
         try:
             with ExitStack() as undo:
                 snapshot = undo.enter_context(self._hold(digest, model, version, is_checked=verify))
@@ -213,7 +204,7 @@ class RemoteStore(store.Store):
             add_done = counting(progress, "putting into the store", sum(entry.size_bytes for entry in entries))
             for entry in entries:
                 if sizes.get(f"{folder}/{entry.path}") != entry.size_bytes:
-                    self.write_file(f"{folder}/{entry.path}", snapshot_file(source, entry.path))
+                    self.write_file(f"{folder}/{entry.path}", manifests.snapshot_file(source, entry.path))
                 add_done(entry.size_bytes)
             self.write_file(f"{folder}/{CHECKSUM_NAME}", texts[CHECKSUM_NAME].encode())
             # If an answer was lost, it is there already, and is ours.
@@ -300,10 +291,10 @@ class RemoteStore(store.Store):
 
     def _read_manifest(self, model: str, version: int) -> bytes | None:
         path = f"{model}/{version}/{MANIFEST_NAME}"
-        content = self._read(path, MAX_MANIFEST_BYTES) if store.MODEL_NAME.fullmatch(model) else None
+        content = self._read(path, manifests.MAX_MANIFEST_BYTES) if store.MODEL_NAME.fullmatch(model) else None
         if content is not None:
             stated = self.read_file(f"{model}/{version}/{CHECKSUM_NAME}", _MAX_SMALL_BYTES)
-            if stated != checksum_line(hashlib.sha256(content).hexdigest()).encode():
+            if stated != manifests.checksum_line(hashlib.sha256(content).hexdigest()).encode():
                 raise SnapshotCorruptError(f"{self.name}/{path}: SHA-256 is not the one in {CHECKSUM_NAME}")
         return content
 
