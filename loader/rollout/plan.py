@@ -15,21 +15,8 @@ from typing import Annotated, Final, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from loader.errors import RegistryRecordError, RolloutError
-from loader.registry.fleet import (
-    MAX_REASON_CHARACTERS,
-    Canary,
-    FleetRegistry,
-    NodeId,
-    NumShards,
-    PublishedVersion,
-    Record,
-    Version,
-    VersionStats,
-    WantedModel,
-    cut_reason,
-    parse_record,
-    rollout_key,
-)
+from loader.registry import fleet as records
+from loader.registry.fleet import FleetRegistry, NodeId, NumShards, Record, Version, VersionStats, WantedModel
 from loader.rollout.guards import GuardLimits
 from loader.snapshot.tables import Name, refused_as
 
@@ -64,7 +51,7 @@ class Event(Record):
 
     at: float
     step: str
-    text: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]
+    text: Annotated[str, Field(max_length=records.MAX_REASON_CHARACTERS)]
 
 
 class NodeBaseline(Record):
@@ -135,7 +122,7 @@ class Rollout(Record):
     baseline: dict[NodeId, NodeBaseline] = Field(default_factory=dict)
     state: RolloutState = "running"
     outcome: Outcome | None = None
-    reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = ""
+    reason: Annotated[str, Field(max_length=records.MAX_REASON_CHARACTERS)] = ""
     events: Annotated[tuple[Event, ...], Field(max_length=MAX_EVENTS)] = ()
 
     @model_validator(mode="after")
@@ -204,21 +191,21 @@ class OnRecord(NamedTuple):
 
 async def read_rollout(fleet: FleetRegistry, model: str) -> OnRecord | None:
     """Return the running rollout of a model, or its last one, with its revision; None if there was never one."""
-    entry = await fleet.registry.get(rollout_key(model))
+    entry = await fleet.registry.get(records.rollout_key(model))
     return None if entry is None else OnRecord(decode_rollout(model, entry.value), entry.revision)
 
 
 def decode_rollout(model: str, value: bytes) -> Rollout:
     """Read a record. Raises RegistryRecordError, naming its key, if it is none of this model."""
-    key = rollout_key(model)
-    rollout = parse_record(f"{key}: not a rollout", value, Rollout)
+    key = records.rollout_key(model)
+    rollout = records.parse_record(f"{key}: not a rollout", value, Rollout)
     if rollout.model != model:
         raise RegistryRecordError(f"{key}: is of model {rollout.model!r}")
     return rollout
 
 
 def new_rollout(
-    published: PublishedVersion, wanted: WantedModel | None, last: Rollout | None, now: float, **fields: object
+    published: records.PublishedVersion, wanted: WantedModel | None, last: Rollout | None, now: float, **fields: object
 ) -> Rollout:
     """Return a rollout to a published version, from what is wanted `now` and after the model's last rollout.
 
@@ -315,7 +302,7 @@ def _forward(rollout: Rollout, begun: tuple[str, ...]) -> dict[str, object]:
         "hold": new if is_last else (*old, *new) if Step.STAGE_SHARDS in begun else old,
         "serve": new if Step.RETIRE_SERVING in begun else (*old, *new) if Step.STAGE_SERVING in begun else old,
         "follow": new if is_last else (*followed, *new) if Step.REPLAY in begun else followed,
-        "canary": Canary(version=rollout.to_version, share=rollout.canary_share or 0.0) if in_canary else None,
+        "canary": records.Canary(version=rollout.to_version, share=rollout.canary_share or 0.0) if in_canary else None,
         "node_hold": {} if is_last else dict.fromkeys(rolled, new),
     }
 
@@ -348,13 +335,13 @@ def undone(rollout: Rollout, now: float, outcome: Outcome, reason: str) -> Rollo
         raise RolloutError(f"{name} can't be undone in step {rollout.step!r}: {why}; once it is done, use rollback")
     begun = rollout.steps[: rollout.step_index + 1]
     steps = {"steps": (*begun, *Step.UNDO), "step_index": len(begun), "undo_index": len(begun), "step_began_at": now}
-    change = {"state": "undoing", "outcome": outcome, "reason": cut_reason(reason), "waited_s": 0.0}
+    change = {"state": "undoing", "outcome": outcome, "reason": records.cut_reason(reason), "waited_s": 0.0}
     return changed(rollout, now, f"{outcome}: {reason}", **change, **steps)
 
 
 def changed(rollout: Rollout, now: float, text: str, **change: object) -> Rollout:
     """Return the rollout with one more event, of the step that it is in, and with these fields changed."""
-    event = Event(at=now, step=rollout.step, text=cut_reason(text))
+    event = Event(at=now, step=rollout.step, text=records.cut_reason(text))
     update = {"epoch": rollout.epoch + 1, "events": (*rollout.events, event)[-MAX_EVENTS:], **change}
     # Not model_copy: what comes out must be a record that can be read again.
     return Rollout.model_validate({**dict(rollout), **update})

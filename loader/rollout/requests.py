@@ -12,21 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 from loader.errors import RegistryConflictError, RolloutError
-from loader.registry.fleet import (
-    COORDINATOR_LOCK,
-    FLEET,
-    ROLLOUTS,
-    FleetRecord,
-    FleetRegistry,
-    NodeKind,
-    NodeRecord,
-    PublishedVersion,
-    Record,
-    VersionStatus,
-    WantedModel,
-    delta_stream,
-    rollout_key,
-)
+from loader.registry import fleet as records
+from loader.registry.fleet import FleetRegistry, NodeRecord, WantedModel
 from loader.rollout import plan
 from loader.rollout.coverage import BakeTally, FleetView, cannot_roll, step_blockers
 from loader.rollout.guards import GuardLimits, GuardReport, compare
@@ -100,7 +87,7 @@ async def start_rollout(
         warnings=warnings,
     )
     try:
-        await fleet.registry.put(rollout_key(model), rollout.encode(), 0 if last is None else last.revision)
+        await fleet.registry.put(records.rollout_key(model), rollout.encode(), 0 if last is None else last.revision)
     except RegistryConflictError as error:
         raise RolloutError(f"{model}: another rollout was started at the same time") from error
     return rollout
@@ -144,7 +131,7 @@ async def abort_rollout(
             raise RolloutError(f"{model}: no rollout is running")
         aborted = plan.undone(last.rollout, clock(), "aborted", reason or "no reason given")
         with suppress(RegistryConflictError):
-            await fleet.registry.put(rollout_key(model), aborted.encode(), last.revision)
+            await fleet.registry.put(records.rollout_key(model), aborted.encode(), last.revision)
             return aborted
     raise RolloutError(f"{model}: its rollout changed {MAX_ATTEMPTS} times while it was to be aborted: try again")
 
@@ -179,7 +166,7 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
     What is wanted now stays where it is. Nodes of both numbers may join: each holds the versions of its number. Raises
     RolloutError if no shard node has ever joined, or a rollout is running.
     """
-    entry, record = await fleet.registry.get(FLEET), await fleet.fleet()
+    entry, record = await fleet.registry.get(records.FLEET), await fleet.fleet()
     if entry is None or record is None:
         raise RolloutError(f"registry {fleet.name}: no shard node has joined, so there is nothing to divide anew")
     before = record.num_shards
@@ -197,7 +184,9 @@ async def reshard(fleet: FleetRegistry, num_shards: int) -> None:
             model,
             lambda now: now and now.model_copy(update={"num_shards": now.divided(before).num_shards | now.num_shards}),
         )
-    await fleet.registry.put(FLEET, record.model_copy(update={"num_shards": num_shards}).encode(), entry.revision)
+    await fleet.registry.put(
+        records.FLEET, record.model_copy(update={"num_shards": num_shards}).encode(), entry.revision
+    )
 
 
 def _check_nodes(everyone: FleetView, view: FleetView, model: str, wanted: WantedModel | None) -> None:
@@ -261,17 +250,17 @@ class StepStatus(Frozen):
     state: Literal["done", "running", "pending"]
 
 
-class NodeStatus(Record):
+class NodeStatus(records.Record):
     """A node's report of a model; see `NodeRecord`. `applied_epoch` is 0 for none."""
 
     node_id: str
-    kind: NodeKind
+    kind: records.NodeKind
     address: str
     shard_index: int | None
     draining: bool
     live: int | None
     applied_epoch: int
-    versions: tuple[VersionStatus, ...]
+    versions: tuple[records.VersionStatus, ...]
 
     @classmethod
     def from_record(cls, model: str, node: NodeRecord) -> NodeStatus:
@@ -331,10 +320,10 @@ class FleetState:
     """
 
     nodes: tuple[NodeRecord, ...] = ()
-    division: FleetRecord | None = None
+    division: records.FleetRecord | None = None
     wanted: Mapping[str, WantedModel] = field(default_factory=dict)
     rollouts: Mapping[str, plan.Rollout] = field(default_factory=dict)
-    published: Mapping[tuple[str, int], PublishedVersion] = field(default_factory=dict)
+    published: Mapping[tuple[str, int], records.PublishedVersion] = field(default_factory=dict)
     stream_ends: Mapping[tuple[str, int], int] = field(default_factory=dict)
     coordinator: str | None = None
 
@@ -398,14 +387,14 @@ async def read_fleet(fleet: FleetRegistry) -> FleetState:
         fleet.fleet(),
         fleet.wanted(),
         fleet.versions(),
-        fleet.registry.entries(ROLLOUTS),
-        fleet.registry.holder(COORDINATOR_LOCK),
+        fleet.registry.entries(records.ROLLOUTS),
+        fleet.registry.holder(records.COORDINATOR_LOCK),
     )
     versions = {(record.model, record.version): record for record in published}
     used = {(model, version) for model, record in wanted.items() for version in record.named()}
     bases = sorted({(model, versions[model, version].delta_base) for model, version in used & versions.keys()})
-    ends = await asyncio.gather(*(fleet.registry.bounds(delta_stream(*base)) for base in bases))
-    models = {key: key.removeprefix(ROLLOUTS) for key in entries}
+    ends = await asyncio.gather(*(fleet.registry.bounds(records.delta_stream(*base)) for base in bases))
+    models = {key: key.removeprefix(records.ROLLOUTS) for key in entries}
     return FleetState(
         nodes=tuple(nodes),
         division=division,

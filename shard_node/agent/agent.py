@@ -18,16 +18,8 @@ from typing import Protocol, Self
 from pydantic import Field
 
 from loader.errors import RegistryConflictError, RegistryError, cut
-from loader.registry.fleet import (
-    FleetRecord,
-    FleetRegistry,
-    NodeRecord,
-    PublishedVersion,
-    VersionReport,
-    WantedModel,
-    epoch_of,
-    rollout_key,
-)
+from loader.registry import fleet as records
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.snapshot.tables import Frozen, Name
 from shard_node.agent.version_loading import StagingConfig, Stagings
 
@@ -49,9 +41,9 @@ class Remembered:
     _clock: Callable[[], float]
     _polled_at: float = float("-inf")
     is_read: bool = False
-    _division: FleetRecord | None = None
+    _division: records.FleetRecord | None = None
     _rollouts: dict[str, tuple[int, bytes]] = field(default_factory=dict)
-    _published: dict[tuple[str, int], tuple[PublishedVersion, str | None]] = field(default_factory=dict)
+    _published: dict[tuple[str, int], tuple[records.PublishedVersion, str | None]] = field(default_factory=dict)
     desired: dict[str, WantedModel] = field(default_factory=dict)
 
     async def refresh(self) -> None:
@@ -100,9 +92,9 @@ class Remembered:
                     # Published anew meanwhile, as something else: what is there counts.
                     logger.warning("version %d of %s is not restored: %s", record.version, record.model, error)
         for model in self.desired:
-            rollout = rollout_key(model)
+            rollout = records.rollout_key(model)
             entry = await self._fleet.registry.get(rollout)
-            epoch = 0 if entry is None else epoch_of(rollout, entry.value)
+            epoch = 0 if entry is None else records.epoch_of(rollout, entry.value)
             known_epoch, known = self._rollouts.get(model, (0, b""))
             if entry is not None and epoch >= known_epoch:
                 self._rollouts[model] = (epoch, entry.value)

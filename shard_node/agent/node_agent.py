@@ -19,17 +19,8 @@ from pydantic import Field
 from loader.deltas.chain import FORMAT as DELTA_FORMAT
 from loader.errors import DeltaError, RolloutError, ShardrankError, UnavailableError
 from loader.progress import CancelToken, Progress, end_tasks, in_background, no_progress, throttled
-from loader.registry.fleet import (
-    FleetRecord,
-    FleetRegistry,
-    NodeId,
-    NodeRecord,
-    PublishedVersion,
-    VersionReport,
-    WantedModel,
-    cut_reason,
-    delta_stream,
-)
+from loader.registry import fleet as records
+from loader.registry.fleet import FleetRegistry, NodeRecord, VersionReport, WantedModel
 from loader.rollout.coverage import answering_version
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.store import Store
@@ -64,7 +55,7 @@ PlanOf = Callable[[Snapshot], tuple[Partition, str]]
 
 def stage_tables(
     folder: Path,
-    published: PublishedVersion,
+    published: records.PublishedVersion,
     plan_of: PlanOf,
     *,
     memory: RowMemory,
@@ -112,7 +103,7 @@ class NodeConfig(Frozen):
     of one core. `verify` compares SHA-256 of row files; tables of up to `replicate_bytes` are on every shard.
     """
 
-    node_id: NodeId
+    node_id: records.NodeId
     address: str
     store: Path | StoreUrl
     replicate_bytes: int = Field(ge=0)
@@ -122,7 +113,7 @@ class NodeConfig(Frozen):
     stage_cpu_share: float = Field(default=0.5, gt=0, le=1)
 
 
-async def join_fleet(fleet: FleetRegistry, record: FleetRecord) -> None:
+async def join_fleet(fleet: FleetRegistry, record: records.FleetRecord) -> None:
     """Make sure that a node divides rows as its fleet does, or did for a version that is still wanted.
 
     Raises RolloutError, RegistryUnavailableError.
@@ -309,7 +300,7 @@ class NodeActions:
 
     async def _check_stream(self, model: str, version: int) -> None:
         """Raise DeltaError if the registry was emptied since: rows stay then, as what is lost is not known."""
-        stream = delta_stream(model, self._node.generations.payload(model, version).deltas.now.delta_base)
+        stream = records.delta_stream(model, self._node.generations.payload(model, version).deltas.now.delta_base)
         if not (await self._fleet.registry.bounds(stream)).last:
             raise DeltaError(f"the registry has no {stream} any more", kind="delta_lost")
 
@@ -440,7 +431,7 @@ class NodeActions:
             version=version,
             state="refused" if is_refused else "draining" if (model, version) in self._going else "ready",
             progress=1.0,
-            reason=cut_reason(gap or deltas.reason),
+            reason=records.cut_reason(gap or deltas.reason),
             identity=tables.manifest_identity,
             plan_digest=tables.plan_digest,
             memory_bytes=tiers.total() - tiers["mapped"],
