@@ -40,18 +40,8 @@ from loader.errors import (
     RegistryUnavailableError,
     StreamSequenceError,
 )
-from loader.registry.registry import (
-    ANYBODY,
-    MAX_SEQUENCE,
-    Entry,
-    Publisher,
-    StreamBounds,
-    StreamEntry,
-    check_entry,
-    check_key,
-    check_publisher,
-    check_stream,
-)
+from loader.registry import registry
+from loader.registry.registry import MAX_SEQUENCE, Entry, Publisher, StreamBounds, StreamEntry, check_key, check_stream
 from loader.snapshot.store import fsync_path, make_folders, replace_file, try_lock
 
 _SUFFIX: Final = "="
@@ -236,8 +226,8 @@ def _in_thread(
     """Make a coroutine of a method that waits for files: it runs in the registry's threads."""
 
     @functools.wraps(work)
-    async def run(registry: DirectoryRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return await registry._call(functools.partial(work, registry, *args, **kwargs))
+    async def run(directory: DirectoryRegistry, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return await directory._call(functools.partial(work, directory, *args, **kwargs))
 
     return run
 
@@ -344,8 +334,8 @@ class DirectoryRegistry:
         return owner.decode() if owner is not None else None
 
     @_in_thread
-    def append(self, stream: str, sequence: int, payload: bytes, by: Publisher = ANYBODY) -> None:
-        check_entry(stream, entry := StreamEntry(sequence, payload))
+    def append(self, stream: str, sequence: int, payload: bytes, by: Publisher = registry.ANYBODY) -> None:
+        registry.check_entry(stream, entry := StreamEntry(sequence, payload))
         entries = self._stream(stream)
         with entries.locked():
             last = entries.bounds().last
@@ -359,9 +349,9 @@ class DirectoryRegistry:
 
     @_in_thread
     def commit(
-        self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = ANYBODY
+        self, stream: str, entry: StreamEntry, rows: bytes, after: StreamEntry | None, by: Publisher = registry.ANYBODY
     ) -> None:
-        check_entry(stream, entry, rows, after)
+        registry.check_entry(stream, entry, rows, after)
         entries = self._stream(stream)
         with entries.locked():
             last, expected = entries.bounds().last, after or StreamEntry(0, b"")
@@ -380,7 +370,7 @@ class DirectoryRegistry:
     @_in_thread
     def next_token(self, stream: str, publisher: str) -> int:
         entries = self._stream(stream)
-        names = {"token", f"token-{check_publisher(publisher)}" if publisher else "token"}
+        names = {"token", f"token-{registry.check_publisher(publisher)}" if publisher else "token"}
         with entries.locked():
             # As high as the time: above all that were given before the folder was emptied.
             token = max(entries.number("token") + 1, int(self._clock() * 1e6))

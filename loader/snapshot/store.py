@@ -32,15 +32,8 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
-from loader.errors import (
-    ExportError,
-    SnapshotCorruptError,
-    SnapshotExistsError,
-    SnapshotNotFoundError,
-    file_errors,
-    nearest,
-    no_path,
-)
+from loader import errors
+from loader.errors import ExportError, SnapshotCorruptError, SnapshotExistsError, SnapshotNotFoundError, file_errors
 from loader.progress import Progress, counting, no_progress
 from loader.snapshot import manifest as manifests
 from loader.snapshot.manifest import MANIFEST_NAME, FileEntry, Manifest
@@ -121,7 +114,7 @@ class Store:
     def check_exists(self) -> None:
         """Raise SnapshotNotFoundError if there is no such folder, or no version of any model in it."""
         if not self.path.is_dir():
-            raise SnapshotNotFoundError(no_path("store", self.path))
+            raise SnapshotNotFoundError(errors.no_path("store", self.path))
         if not self.models():
             raise SnapshotNotFoundError(f"store {self.name} has no model{self._unfinished_text()}")
 
@@ -144,7 +137,7 @@ class Store:
         if not versions:
             self.check_exists()
             raise SnapshotNotFoundError(
-                f"store {self.name} has no model {model!r}; it has {nearest(model, self.models())}"
+                f"store {self.name} has no model {model!r}; it has {errors.nearest(model, self.models())}"
                 f"{self._unfinished_text(model)}"
             )
         return versions[-1]

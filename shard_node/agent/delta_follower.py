@@ -14,16 +14,9 @@ from typing import Any, Final
 import numpy as np
 from pydantic import Field
 
+from loader.deltas import chain
 from loader.deltas.batch import DELETE_KEYS, WRITE_ROWS, DeltaBatch
-from loader.deltas.chain import (
-    NOTHING,
-    NUM_PARTITIONS,
-    Commit,
-    Partitions,
-    entry_digest,
-    is_commit,
-    partition_of_bucket,
-)
+from loader.deltas.chain import Commit, is_commit
 from loader.errors import DeltaError, DeltaFormatError, RegistryUnavailableError, ShardrankError
 from loader.progress import end_tasks, ended
 from loader.registry.fleet import FleetRegistry, delta_stream
@@ -138,7 +131,7 @@ class DeltaFollower:
             heads, written, absent = position.heads, 0, 0
             if isinstance(stated, Commit):
                 # A publisher that knew of no entry before knew no last parts either.
-                before = {} if stated.predecessor == NOTHING else heads
+                before = {} if stated.predecessor == chain.NOTHING else heads
                 pieces = parts.get(entry.sequence, ())
                 batch, heads = stated.decode_parts(self._partitions[stated.table], pieces, before)
             else:
@@ -153,7 +146,7 @@ class DeltaFollower:
                     written, present = self._engine.update_keys(slices, batch.rows, stored)
                     absent = written - present if stored is None else 0
             position.heads = heads
-            position.is_chained, digest = isinstance(stated, Commit), entry_digest(entry.payload)
+            position.is_chained, digest = isinstance(stated, Commit), chain.entry_digest(entry.payload)
             position.applied(stated.sequence, stated.published_at, written, self._clock(), digest, absent)
 
     def _is_next(self, entry: StreamEntry, stated: Commit | DeltaBatch) -> bool:
@@ -171,13 +164,13 @@ class DeltaFollower:
             )
         # A snapshot may contain deltas that were lost: as long as no other was applied, it goes on from there.
         if isinstance(stated, Commit) and position.now.digest:
-            allowed = (position.now.digest, NOTHING) if previous == sequence else ()
+            allowed = (position.now.digest, chain.NOTHING) if previous == sequence else ()
             if stated.predecessor not in allowed:
                 raise self._fork(f"where {number} follows {previous} ({stated.predecessor.hex()})")
         return True
 
     def _check_same(self, entry: StreamEntry) -> None:
-        digest = entry_digest(entry.payload)
+        digest = chain.entry_digest(entry.payload)
         if entry.sequence == self._position.sequence and self._position.now.digest not in (b"", digest):
             raise self._fork(f"where it is another one ({digest.hex()})")
 
@@ -270,9 +263,9 @@ class DeltaFollower:
         position.seen(bounds.last, now)
 
 
-def _read_partitions(layout: TableLayout, partition: Partition | None) -> dict[str, Partitions]:
+def _read_partitions(layout: TableLayout, partition: Partition | None) -> dict[str, chain.Partitions]:
     """Return, by table, which partitions of its deltas have rows that are here."""
-    read = dict[str, Partitions]()
+    read = dict[str, chain.Partitions]()
     for table, slices in layout.slices.items():
         buckets = RowBuckets.of(layout.tables[slices[0]])
         is_local = np.ones(buckets.count, np.bool_)
@@ -281,8 +274,8 @@ def _read_partitions(layout: TableLayout, partition: Partition | None) -> dict[s
             if len(slices) > 1 and buckets.seed is not None:
                 # Each slice mixes its rows by its name, so a part has rows of every shard that has a slice.
                 is_local[:] = is_local.any()
-        read[table] = np.zeros(NUM_PARTITIONS, np.bool_)
-        read[table][partition_of_bucket(buckets)[is_local]] = True
+        read[table] = np.zeros(chain.NUM_PARTITIONS, np.bool_)
+        read[table][chain.partition_of_bucket(buckets)[is_local]] = True
     return read
 
 
