@@ -17,17 +17,10 @@ from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, TlsHandshakeError, WireError
 from shard_node.node import NodeInfo
+from shard_node.wire import frame as frames
 from shard_node.wire import messages
 from shard_node.wire.address import Address
-from shard_node.wire.frame import (
-    DEFAULT_MAX_FRAME_BYTES,
-    MAX_BODY_BYTES,
-    MAX_BUDGET_US,
-    Buffer,
-    Frame,
-    FrameConnection,
-    FrameType,
-)
+from shard_node.wire.frame import Frame, FrameType
 from shard_node.wire.tls import NODES, SHUTDOWN_TIMEOUT_S, FileBacked, TlsContext, TlsPeers, tls_error
 
 logger = logging.getLogger(__name__)
@@ -47,12 +40,12 @@ Reply: TypeAlias = Frame | ShardrankError
 class ClientLimits(Frozen):
     """Limits of a connection; above `max_unsent_bytes` that the node has not read yet new requests wait."""
 
-    max_frame_bytes: int = Field(default=DEFAULT_MAX_FRAME_BYTES, ge=1024, le=MAX_BODY_BYTES)
+    max_frame_bytes: int = Field(default=frames.DEFAULT_MAX_FRAME_BYTES, ge=1024, le=frames.MAX_BODY_BYTES)
     max_in_flight: int = Field(default=1024, ge=1)
     max_unsent_bytes: int = Field(default=16 << 20, ge=1)
 
 
-class ShardConnection(FrameConnection):
+class ShardConnection(frames.FrameConnection):
     """One connection to a node. A reply that is not awaited any more is dropped.
 
     `on_leave` is called when no new requests may be sent on this connection, with the reason; `on_end` once when the
@@ -95,7 +88,7 @@ class ShardConnection(FrameConnection):
         return not self._waiting
 
     def start(
-        self, on_reply: Callable[[Reply], None], encode: Callable[..., list[Buffer]], *arguments: Any
+        self, on_reply: Callable[[Reply], None], encode: Callable[..., list[frames.Buffer]], *arguments: Any
     ) -> tuple[int, int]:
         """Send the request `encode(request_id, *arguments)`; return its id and its size in bytes.
 
@@ -301,7 +294,7 @@ class ShardClient:
 
     async def counts(self, model: str, version: int, timeout_s: float) -> dict[str, AccessCounts]:
         """Return how often rows of a version were looked up on the node, by table. Raises as `info`."""
-        request = messages.encode_counts, min(int(timeout_s * 1e6), MAX_BUDGET_US), model, version
+        request = messages.encode_counts, min(int(timeout_s * 1e6), frames.MAX_BUDGET_US), model, version
         async with within(timeout_s, f"{self.address}: no reply to COUNTS"):
             connection = await self.ready()
             return await connection.exchange((FrameType.COUNTS_ANSWER,), messages.decode_counts_answer, *request)

@@ -23,14 +23,8 @@ from msgspec import UNSET, UnsetType
 
 from loader.errors import NOT_DECODED
 from loader.snapshot.manifest import MAX_OUTPUTS
-from serving.errors import (
-    InvalidRequestError,
-    count_mismatch,
-    invalid_field,
-    limit_exceeded,
-    malformed,
-    missing_feature,
-)
+from serving import errors
+from serving.errors import InvalidRequestError, count_mismatch, invalid_field, limit_exceeded, malformed
 from serving.formats import protobuf, requests
 from serving.formats.json_reader import count_above
 from serving.formats.requests import Buffer, Encoded, Response, check_options
@@ -295,7 +289,7 @@ def _check_names(schema: RequestSchema, given: dict[str, Tensor]) -> None:
             raise invalid_field(_path(name), f"model {model!r} has no such input; it has {list(known)}")
     for name, spec in known.items():
         if not spec.optional and name not in given:
-            raise missing_feature(_path(name), f"model {model!r} needs it")
+            raise errors.missing_feature(_path(name), f"model {model!r} needs it")
 
 
 def parse_version(text: str) -> int | None:

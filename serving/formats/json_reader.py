@@ -21,15 +21,8 @@ import msgspec
 import numpy as np
 import simdjson
 
-from serving.errors import (
-    InvalidRequestError,
-    count_mismatch,
-    invalid_field,
-    invalid_id,
-    limit_exceeded,
-    malformed,
-    missing_feature,
-)
+from serving import errors
+from serving.errors import InvalidRequestError, count_mismatch, invalid_field, limit_exceeded
 from serving.formats import requests
 from serving.formats.schema import Part, RequestSchema, part_path
 from serving.limits import MAX_ID, RequestLimits
@@ -113,7 +106,7 @@ class JsonCodec(requests.Codec, eq=False):
         except (ValueError, RuntimeError) as error:
             raise _unparsable(text, str(error)) from None
         if not isinstance(parsed, simdjson.Object):
-            raise malformed("", f"the body is {_shown(parsed)}, not an object")
+            raise errors.malformed("", f"the body is {_shown(parsed)}, not an object")
         document = _members(parsed, _KEYS[self.method])
         options: dict[str, Any] = dict.fromkeys(_OPTIONS)
         for name in document.keys() & _OPTIONS.keys():
@@ -191,7 +184,7 @@ class JsonCodec(requests.Codec, eq=False):
                         raise schema.unknown_feature(part, name)
                     if name not in schema.weighted_names:
                         raise invalid_field(path, f"feature {name!r} takes no weights")
-                    raise missing_feature(part_path(part, f"sparse.{name}"), f"{path} is given, but not its ids")
+                    raise errors.missing_feature(part_path(part, f"sparse.{name}"), f"{path} is given, but not its ids")
                 lists.weights |= weights
         try:
             return self._request(schema, lists)
@@ -344,7 +337,7 @@ def _refusal(schema: RequestSchema, lists: _Lists, *, is_lookup: bool) -> Invali
             path += f"[{position}]"
         if len(positions) <= is_nested:
             return invalid_field(path, f"{_shown(value)} is not a list")
-        refusal = invalid_field if kind == "floats" or isinstance(value, simdjson.Array) else invalid_id
+        refusal = invalid_field if kind == "floats" or isinstance(value, simdjson.Array) else errors.invalid_id
         return refusal(path, f"{_shown(value)} is not {_ALLOWED[kind]}")
     return invalid_field("", "its lists are not nested as they must be")
 
@@ -388,7 +381,7 @@ def _unparsable(text: bytes | bytearray, problem: str) -> InvalidRequestError:
     except (ValueError, RecursionError) as error:
         problem = str(error)
     if not steps:
-        return malformed("", f"the body is not JSON that can be read: {problem}")
+        return errors.malformed("", f"the body is not JSON that can be read: {problem}")
     _, *path, value = steps
     field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     is_id, problem = ".sparse." in field, "it is not valid Unicode: it has a lone surrogate"

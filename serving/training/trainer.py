@@ -27,19 +27,8 @@ from loader.snapshot.tables import RowDtype, VocabularyMapping, refused_as
 from loader.snapshot.writer import export_snapshot
 from loader.traces import count_values
 from router.table_sizing import fitted
-from serving.training.dataset import (
-    CROSSES,
-    FilmsDataset,
-    FilmsOptions,
-    Interactions,
-    LabelledRequests,
-    TrainingError,
-    films_description,
-    films_vocabularies,
-    generate_interactions,
-    labelled_requests,
-    read_movielens,
-)
+from serving.training import dataset as films
+from serving.training.dataset import FilmsDataset, TrainingError, films_vocabularies, labelled_requests
 from serving.training.network import RankingNetwork, RequestBatches, TrainedModel, float32_scores, undivided
 from shard_node.bags import Float32Array, Int64Array
 
@@ -111,7 +100,7 @@ def _optimizers(network: RankingNetwork) -> list[torch.optim.Optimizer]:
     tables: list[nn.Parameter] = []
     crosses: list[nn.Parameter] = []
     for table in network.spec.tables:
-        (crosses if CROSSES.keys() >= {*table.feature_names} else tables).append(network.parameter(table.name))
+        (crosses if films.CROSSES.keys() >= {*table.feature_names} else tables).append(network.parameter(table.name))
     decays = [
         {"params": list(network.ranking.parameters()), "weight_decay": DENSE_WEIGHT_DECAY},
         {"params": tables, "weight_decay": TABLE_WEIGHT_DECAY},
@@ -220,24 +209,24 @@ class TrainedVersion:
 class Expectation:
     """Float32 [N] `scores` of the test part by the float32 model, and the AUC of films' smoothed mean labels."""
 
-    labelled: LabelledRequests
+    labelled: films.LabelledRequests
     scores: Float32Array
     auc_fp32: float
     auc_item_mean: float
 
 
-def read_interactions(movielens: Path | None, ratings: int, seed: int) -> Interactions:
+def read_interactions(movielens: Path | None, ratings: int, seed: int) -> films.Interactions:
     """Read MovieLens from a folder, or generate ratings. Raises TrainingError."""
-    return generate_interactions(ratings, seed=seed) if movielens is None else read_movielens(movielens)
+    return films.generate_interactions(ratings, seed=seed) if movielens is None else films.read_movielens(movielens)
 
 
 def train_version(
-    interactions: Interactions,
+    interactions: films.Interactions,
     store: Path,
     *,
     seed: int,
     epochs: int | None = None,
-    options: FilmsOptions | None = None,
+    options: films.FilmsOptions | None = None,
     keep_share: float | None = None,
     progress: Progress = no_progress,
 ) -> TrainedVersion:
@@ -248,7 +237,7 @@ def train_version(
     dataset = FilmsDataset.split(interactions, seed=seed)
     trained = train_described(
         dataset,
-        films_description(interactions, options),
+        films.films_description(interactions, options),
         keep_share=keep_share,
         seed=seed,
         epochs=epochs or DEFAULT_EPOCHS,
