@@ -27,7 +27,7 @@ from serving import errors
 from serving.errors import InvalidRequestError, count_mismatch, invalid_field, limit_exceeded, malformed
 from serving.formats import protobuf, requests
 from serving.formats.json_reader import count_above
-from serving.formats.requests import Buffer, Encoded, Response, check_options
+from serving.formats.requests import Buffer, Encoded, Response, check_options, text_of
 from serving.formats.schema import (
     CANDIDATE_DENSE,
     CONTEXT_DENSE,
@@ -252,7 +252,7 @@ class InferCodec(requests.Codec, eq=False):
             start = first + int.from_bytes(data[start:first], "little")
             if start > len(data):
                 raise malformed(path, f"BYTES element {len(texts)} is longer than what is left")
-            texts.append(requests.text_of(path, len(texts), data[first:start]))
+            texts.append(text_of(path, len(texts), data[first:start]))
         if len(texts) != count:
             raise _wrong_count(path, count, f"{len(texts)}" if len(texts) < count else f"at least {len(texts)}")
         return texts
@@ -513,7 +513,7 @@ class InferGrpcCodec(InferCodec, eq=False):
             texts = [message.view[at:stop] for tag, at, stop in fields if _CONTENTS.get(tag) == "bytes_contents"]
             if len(texts) != count:
                 raise _wrong_count(path, count, str(len(texts)))
-            return [requests.text_of(path, position, text) for position, text in enumerate(texts)]
+            return [text_of(path, position, text) for position, text in enumerate(texts)]
         # Before any is decoded: an element has at most a tag and a varint's bytes. What is unknown gets a kilobyte.
         if end - start > 1024 + count * (1 + protobuf.MAX_VARINT_BYTES):
             raise _wrong_count(path, count, f"has {end - start} bytes")

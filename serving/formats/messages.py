@@ -17,7 +17,7 @@ from serving.description import ModelInfo
 from serving.errors import InvalidRequestError, count_mismatch, invalid_field, invalid_id, malformed
 from serving.formats import requests
 from serving.formats.protobuf import ProtobufMessage, encode_array, encode_field, packed_bytes, signed, tags_of
-from serving.formats.requests import Buffer, RankRequest, Response, array_of
+from serving.formats.requests import Buffer, RankRequest, Response, array_of, text_of
 from serving.formats.schema import PARTS, Part, RequestSchema, part_path
 from serving.limits import RequestLimits
 from serving.proto.shardrank.v1 import ranking_pb2
@@ -109,7 +109,7 @@ class MessageCodec(requests.Codec, eq=False):
                 num_candidates = candidates.size // schema.num_candidate_dense
             schema.check_num_candidates(num_candidates)
         counts.check(schema, num_candidates, path)
-        texts = [requests.text_of("string_ids", position, text) for position, text in enumerate(strings)]
+        texts = [text_of("string_ids", position, text) for position, text in enumerate(strings)]
         flat_lengths = array_of(bytearray().join(lengths), "<u4", "lengths").astype(np.int64)
         integers = array_of(bytearray().join(ids), "<i8", "ids")
         flat_weights = array_of(bytearray().join(weights), "<f4", "weights") if weights else None
@@ -211,7 +211,7 @@ class MessageCodec(requests.Codec, eq=False):
         for tag, start, end in message.fields(*self.spans["packed"]):
             name = _PACKED.get(tag)
             if name == "string_ids":
-                texts.append(requests.text_of("packed.string_ids", len(texts), message.view[start:end]))
+                texts.append(text_of("packed.string_ids", len(texts), message.view[start:end]))
             elif name is not None:
                 fields[name] = message.view[start:end]
         digest = bytes(fields["schema_digest"][:80]).decode(errors="backslashreplace")
