@@ -64,11 +64,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 class Checkpoint(ABC):
     """Named tensors that are read only when asked for.
 
-    Every method raises CheckpointError if there is no such tensor, or it can't be read. `told` is what whoever takes it
-    into a snapshot should know of it.
+    Every method raises CheckpointError if there is no such tensor, or it can't be read. `notes` are lines for whoever
+    takes it into a snapshot.
     """
 
-    told: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
         self.path = path
@@ -351,7 +351,7 @@ def match_checkpoint(
     `projections.<part>`, belong to the dense model wherever they are; that of a table is that of every part which has
     none. The dense model
     has the keys that start with `dense_prefix`, without it; with None, all that are no table; or, `none_dense`, none.
-    Tables that the checkpoint alone has are left out, and told, if they can't be anything else.
+    Tables that the checkpoint alone has are left out, and notes, if they can't be anything else.
 
     Raises CheckpointError if a table's key is missing or ambiguous (the message lists the candidates), a shape differs
     from the spec, the checkpoint has a table that the spec does not, or nothing starts with `dense_prefix`.
@@ -372,9 +372,9 @@ def match_checkpoint(
         if name not in with_keys and checkpoint.keys(key) is not None:
             raise CheckpointError(f"{checkpoint.path}: table {name!r}: {key!r} has keys, the description gives it none")
         table_of_key[key] = name
-    left_out = sorted(set(checkpoint.tables) - table_of_key.keys())
-    checkpoint.told = (*checkpoint.told, *(f"{name}: left out, the description has no such table" for name in left_out))
-    others = [name for name in names if name not in table_of_key and name not in left_out]
+    unused = sorted(set(checkpoint.tables) - table_of_key.keys())
+    checkpoint.notes = (*checkpoint.notes, *(f"{name}: left out, the description has no such table" for name in unused))
+    others = [name for name in names if name not in table_of_key and name not in unused]
     projections = _projection_keys(checkpoint, spec, others)
     others = [name for name in others if name not in set(projections.values())]
     dense = ({} if none_dense else _dense_keys(checkpoint, others, dense_prefix)) | projections

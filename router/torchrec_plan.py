@@ -59,7 +59,7 @@ def _converted(where: str, plan: Mapping[str, Any], spec: ModelSpec) -> PlanFile
                 )
             tables |= module
         placements = [shard["placement"] for table in tables.values() for shard in table.get("shards") or ()]
-        placed = [(int(found[1]), int(found[2] or 0)) for found in map(_PLACEMENT.fullmatch, placements) if found]
+        placed = [(int(match[1]), int(match[2] or 0)) for match in map(_PLACEMENT.fullmatch, placements) if match]
         ranks = 1 + max(rank for table in tables.values() for rank in table["ranks"])
         if missing := sorted({table.name for table in spec.tables} - tables.keys()):
             raise PlanError(f"{where}: tables {missing} are not in it; it has {cut(sorted(tables))}")

@@ -154,8 +154,8 @@ def export(
     rows, dense = match_model(checkpoint, spec, dense_prefix=dense_prefix, table_keys=table_keys, program=program)
     counts = access_counts or {}
     seen = {table.name for table in spec.logical_tables}
-    made = divide_rows(spec, rows, {table: one for table, one in counts.items() if table in seen})
-    counted = {table: one for table, one in counts.items() if table not in seen} | dict(made.access_counts)
+    made = divide_rows(spec, rows, {table: of_table for table, of_table in counts.items() if table in seen})
+    counted = {table: of_table for table, of_table in counts.items() if table not in seen} | dict(made.access_counts)
     more = {"keys": arrays, "access_counts": counted, "row_classes": made.row_classes, "golden": golden, **options}
     return export_snapshot(store, spec, rows=made.rows, dense=dense, **more)
 

@@ -43,7 +43,7 @@ class _TrackedTable:
         self._noted: list[Tensor] = []
         self._changed = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
         self._moving: Tensor | None = None
-        self._has_sparse_gradients = self._is_told = False
+        self._has_sparse_gradients = self._is_logged = False
 
     def note(self, rows: Tensor) -> None:
         """Note rows that a forward pass looks up."""
@@ -80,13 +80,15 @@ class _TrackedTable:
         """Return which rows the optimizer moves on without a gradient, bool [rows]; None for none."""
         if self.optimizer is None:
             return None
-        (group,) = (of for of in self.optimizer.param_groups if any(one is self.weight for one in of["params"]))
+        (group,) = (
+            of for of in self.optimizer.param_groups if any(parameter is self.weight for parameter in of["params"])
+        )
         kind, dense = type(self.optimizer), not self._has_sparse_gradients
         if (group.get("weight_decay") and dense) or kind is torch.optim.ASGD:
-            if not self._is_told:
+            if not self._is_logged:
                 reason = f"{kind.__name__} (weight_decay {group.get('weight_decay')}) moves those without a gradient"
                 _log.warning("table %r: all rows are published each time: %s", self.name, reason)
-            self._is_told = True
+            self._is_logged = True
             return torch.ones_like(self._changed)
         if kind in _WITHOUT_MOMENTUM:
             return None
@@ -106,8 +108,8 @@ def _of_this_rank(rows: Tensor) -> Tensor:
     """Divide rows, bool [n], that every rank with a copy of the table knows of, among the ranks."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return rows
-    own = torch.arange(rows.numel(), device=rows.device) % distributed.get_world_size() == distributed.get_rank()
-    return rows & own
+    mine = torch.arange(rows.numel(), device=rows.device) % distributed.get_world_size() == distributed.get_rank()
+    return rows & mine
 
 
 class RowTracker(AbstractContextManager["RowTracker"]):
@@ -152,7 +154,7 @@ class RowTracker(AbstractContextManager["RowTracker"]):
             raise DeltaError(
                 f"tables {keyed} have keys: publish their rows with `upsert`, and name the others in `tables`"
             )
-        self._tables = [one for name, path in paths.items() for one in self._track(module, name, path)]
+        self._tables = [table for name, path in paths.items() for table in self._track(module, name, path)]
         self._closing.callback(register_optimizer_step_post_hook(self._after_step).remove)
 
     def note(self, table: str, rows: Tensor) -> None:
@@ -185,10 +187,10 @@ class RowTracker(AbstractContextManager["RowTracker"]):
             self.close()
 
     def _after_step(self, optimizer: Optimizer, args: Any, more: Any) -> None:
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if own.isdisjoint(self._parameters):
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if parameters.isdisjoint(self._parameters):
             return
-        tables = [table for table in self._tables if id(table.weight) in own]
+        tables = [table for table in self._tables if id(table.weight) in parameters]
         for table in tables:
             table.optimizer = optimizer
         self._has_stepped = True
@@ -206,15 +208,15 @@ class RowTracker(AbstractContextManager["RowTracker"]):
 
     def _track(self, module: nn.Module, name: str, path: str) -> Iterator[_TrackedTable]:
         """Yield a table, or the parts of it that this rank has, hooked where a module looks its rows up."""
-        parent, _, own = path.rpartition(".")
-        owner = getattr(module.get_submodule(parent), own)
+        parent, _, name_in_parent = path.rpartition(".")
+        owner = getattr(module.get_submodule(parent), name_in_parent)
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
             tracked = _TrackedTable(name, owner.weight)
-            for one in module.modules():
+            for other in module.modules():
                 # Those that share its rows as well.
-                if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.weight is owner.weight:
+                if isinstance(other, nn.Embedding | nn.EmbeddingBag) and other.weight is owner.weight:
                     note = partial(_note_input, tracked)
-                    self._closing.callback(one.register_forward_pre_hook(note, with_kwargs=True).remove)
+                    self._closing.callback(other.register_forward_pre_hook(note, with_kwargs=True).remove)
             yield tracked
         elif isinstance(owner, nn.Parameter):
             yield _TrackedTable(name, owner)
@@ -230,17 +232,19 @@ def _paths(module: nn.Module, spec: ModelSpec) -> dict[str, str]:
 
     Raises DeltaError for a table that has none, or several, and for one with keys.
     """
-    owners = [path for path, one in module.named_modules() if isinstance(getattr(one, "weight", None), nn.Parameter)]
-    found: dict[str, str] = {}
+    owners = [
+        path for path, owner in module.named_modules() if isinstance(getattr(owner, "weight", None), nn.Parameter)
+    ]
+    paths_of: dict[str, str] = {}
     for table in spec.logical_tables:
         names = dict.fromkeys((table.name, *(part.name for part in spec.parts(table))))
         paths = {name: [path for path in owners if _is_named(path, name)] for name in names}
-        one_each = {name: of_name[0] for name, of_name in paths.items() if len(of_name) == 1}
-        if not one_each or any(len(of_name) > 1 for of_name in paths.values()):
+        by_name = {name: of_name[0] for name, of_name in paths.items() if len(of_name) == 1}
+        if not by_name or any(len(of_name) > 1 for of_name in paths.values()):
             problem = f"its rows may be in any of {paths}: say which with `tables`; there are {owners}"
             raise DeltaError(f"table {table.name!r}: {problem}")
-        found |= one_each
-    return found
+        paths_of |= by_name
+    return paths_of
 
 
 def _is_named(path: str, name: str) -> bool:
@@ -253,7 +257,7 @@ def _sharded(name: str, parameter: Tensor, lookups: Iterable[Any], closing: Exit
     They get the ids of the rank's own rows, counted from the first of these (`local_metadata`). Source:
     meta-pytorch/torchrec, torchrec/distributed/embeddingbag.py, embedding_lookup.py, batched_embedding_kernel.py, 1.8.
     """
-    for lookup in (getattr(one, "module", one) for one in lookups):
+    for lookup in (getattr(lookup, "module", lookup) for lookup in lookups):
         for kernel in lookup._emb_modules:
             weights = kernel.split_embedding_weights()
             for config, weight in zip(kernel._config.embedding_tables, weights, strict=True):

@@ -75,8 +75,8 @@ async def import_deltas(
         pending = await asyncio.to_thread(_files, folder, dict(steps))
         for step, rank, path in pending:
             count, unknown, rows = 0, dict[str, None](), _rows(path, step)
-            while (one := await asyncio.to_thread(next, rows, None)) is not None:
-                fqn, numbers, values = one
+            while (piece := await asyncio.to_thread(next, rows, None)) is not None:
+                fqn, numbers, values = piece
                 if (table := _table(fqn, publisher.spec, table_keys or {})) is None:
                     unknown[fqn] = None
                     continue
@@ -104,13 +104,13 @@ def _steps(key: str, value: bytes) -> dict[str, int]:
 
 def _files(folder: Path, steps: Mapping[str, int]) -> list[tuple[int, int, Path]]:
     """Return step, rank and path of files that come behind these steps, in order. Raises OSError."""
-    found = []
+    files = []
     for path in (*folder.glob("*.parquet"), *folder.glob("step_*/*.parquet")):
         if (named := _FILE.fullmatch(path.name)) is not None:
             step, rank = int(named[1]), int(named[2] or 0)
             if step > steps.get(str(rank), -1):
-                found.append((step, rank, path))
-    return sorted(found)
+                files.append((step, rank, path))
+    return sorted(files)
 
 
 def _table(fqn: str, spec: ModelSpec, table_keys: Mapping[str, str]) -> str | None:
@@ -142,8 +142,8 @@ def _rows_of_batch(
         raise DeltaFormatError(f"{path}: expected no nulls in {[*_COLUMNS]}, found some")
     numbers, of_steps = keys.to_numpy(zero_copy_only=False), steps.to_numpy(zero_copy_only=False)
     if numbers.dtype != np.int64 or (of_steps != step).any():
-        found = f"key_id {numbers.dtype}, steps {np.unique(of_steps)[:8].tolist()}"
-        raise DeltaFormatError(f"{path}: expected key_id int64 of step {step}, found {found}")
+        problem = f"key_id {numbers.dtype}, steps {np.unique(of_steps)[:8].tolist()}"
+        raise DeltaFormatError(f"{path}: expected key_id int64 of step {step}, found {problem}")
     coded = names.dictionary_encode()
     table_of_row = coded.indices.to_numpy(zero_copy_only=False)
     edges = [0, *(np.flatnonzero(np.diff(table_of_row)) + 1).tolist(), numbers.size]
@@ -154,9 +154,9 @@ def _rows_of_batch(
         lengths, values = np.unique(rows.value_lengths().to_numpy(zero_copy_only=False)), rows.flatten()
         least = {"float": 1, "uint8": HALF_PARAMETERS + 1}.get(str(values.type))
         if lengths.size != 1 or values.null_count or least is None or lengths[0] < least:
-            found = f"{values.type} of widths {lengths[:8].tolist()}"
+            problem = f"{values.type} of widths {lengths[:8].tolist()}"
             expected = "embeddings of float or uint8, all as wide"
-            raise DeltaFormatError(f"{path}: table {fqn!r}: expected {expected}, found {found}")
+            raise DeltaFormatError(f"{path}: table {fqn!r}: expected {expected}, found {problem}")
         block = values.to_numpy(zero_copy_only=False).reshape(end - begin, -1)
         if values.type == "uint8":
             block = RowCodec("int8", block.shape[1] - HALF_PARAMETERS).decode(widened(block))

@@ -15,21 +15,21 @@ _TODO_KIND = "TODO: mlp, dlrm, dcn_v2, target_attention or exported, and its con
 
 
 def open_import(
-    kind: Kind, path: Path, rest: Checkpoint | None = None, key_dtype: str = "int64", value_dtype: str = "float32"
+    kind: Kind, path: Path, remainder: Checkpoint | None = None, key_dtype: str = "int64", value_dtype: str = "float32"
 ) -> Checkpoint:
     """Open what another system saved. Raises CheckpointError, also for dtypes that a kind does not have.
 
-    `rest` has what else the model has, of kinds whose files are of tables alone.
+    `remainder` has what else the model has, of kinds whose files are of tables alone.
     """
     from loader.imports import raw_files, torchrec, tzrec
 
     dtypes = {"key_dtype": key_dtype, "value_dtype": value_dtype}
-    taken = {"tfra": ["key_dtype", "value_dtype"], "hps": ["key_dtype"]}.get(kind, [])
+    accepted = {"tfra": ["key_dtype", "value_dtype"], "hps": ["key_dtype"]}.get(kind, [])
     for name, usual in (("key_dtype", "int64"), ("value_dtype", "float32")):
-        if name not in taken and dtypes[name] != usual:
+        if name not in accepted and dtypes[name] != usual:
             raise CheckpointError(f"--{name.replace('_', '-')} {dtypes[name]}: of kind {kind} it is {usual}")
     if kind in ("torchrec", "numpy"):
-        if rest is not None:
+        if remainder is not None:
             raise CheckpointError(f"--checkpoint: kind {kind} has all of the model in PATH")
         return torchrec.TorchRecCheckpoint(path) if kind == "torchrec" else raw_files.NumpyFolder(path)
     read = {
@@ -38,7 +38,7 @@ def open_import(
         "hps": raw_files.read_hps,
         "tfra": raw_files.read_tfra,
     }[kind]
-    opened: Checkpoint = read(path, rest, **{name: dtypes[name] for name in taken})
+    opened: Checkpoint = read(path, remainder, **{name: dtypes[name] for name in accepted})
     return opened
 
 
@@ -52,8 +52,8 @@ def describe(checkpoint: Checkpoint, kind: Kind, model: str) -> dict[str, Any]:
         names = [name for name in checkpoint.names() if len(checkpoint.shape(name)) == 2]
     tables, features = [], []
     short = [_table_name(kind, key) for key in names]
-    for key, one in zip(names, short, strict=True):
-        name = re.sub(r"[^A-Za-z0-9_.\-]", "_", one if short.count(one) == 1 else key.removesuffix(".weight"))
+    for key, table in zip(names, short, strict=True):
+        name = re.sub(r"[^A-Za-z0-9_.\-]", "_", table if short.count(table) == 1 else key.removesuffix(".weight"))
         rows, dim = checkpoint.shape(key)
         size: dict[str, Any] = {"num_embeddings": rows}
         if checkpoint.keys(key) is not None:

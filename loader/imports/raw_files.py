@@ -46,34 +46,34 @@ _SHARDED = re.compile(
 _MAX_ARGUMENTS_BYTES = 1 << 20
 
 
-def read_dynamicemb(path: Path, rest: Checkpoint | None) -> TablesCheckpoint:
+def read_dynamicemb(path: Path, remainder: Checkpoint | None) -> TablesCheckpoint:
     """Open what `DynamicEmbDump` wrote; a table's name is its collection's path and its own, with a dot between.
 
     Raises CheckpointError, with file, table, what was expected and what found: a file of a rank is missing, sizes
     disagree, a key is there twice, or ranks keep keys by their number within the rank (dist_type `continuous`).
     """
-    files = _files_by_table(path, _RANKED, lambda found: (int(found["rank"]), int(found["size"])))
+    files = _files_by_table(path, _RANKED, lambda match: (int(match["rank"]), int(match["size"])))
     if not files:
         old = next(path.rglob("*_keys"), None)
         more = "" if old is None else f"; {old} is of DynamicEmb 25.08 or earlier: dump it with a later one"
         raise CheckpointError(f"{path}: no file <table>_emb_keys.rank_R.world_size_W{more}")
     tables = dict[str, list[Part]]()
     for name, by_rank in files.items():
-        one = next(iter(next(iter(by_rank.values())).values()))
+        first = next(iter(next(iter(by_rank.values())).values()))
         sizes = {size for _, size in by_rank}
         if len(sizes) > 1:
-            refused(one, name, "files of one world size", f"files of {sorted(sizes)}; dump into an empty folder")
-        _check_all(name, one, by_rank, ((rank, min(sizes)) for rank in range(min(sizes))), "rank_{0}.world_size_{1}")
-        arguments = one.with_name(f"{name.rpartition('/')[2]}_opt_args.json")
+            refused(first, name, "files of one world size", f"files of {sorted(sizes)}; dump into an empty folder")
+        _check_all(name, first, by_rank, ((rank, min(sizes)) for rank in range(min(sizes))), "rank_{0}.world_size_{1}")
+        arguments = first.with_name(f"{name.rpartition('/')[2]}_opt_args.json")
         if min(sizes) > 1 and _arguments(arguments, name).get("dist_type") == "continuous":
             expected = "dist_type roundrobin or hash_roundrobin"
             refused(arguments, name, expected, "continuous, whose keys are numbers within a rank")
         in_order = (of for _, of in sorted(by_rank.items()))
         tables[name.replace("/", ".")] = [raw_part(name, of["keys"], of["values"]) for of in in_order]
-    return TablesCheckpoint(path, tables, rest)
+    return TablesCheckpoint(path, tables, remainder)
 
 
-def read_hps(path: Path, rest: Checkpoint | None, key_dtype: KeyDtype = "int64") -> TablesCheckpoint:
+def read_hps(path: Path, remainder: Checkpoint | None, key_dtype: KeyDtype = "int64") -> TablesCheckpoint:
     """Open folders with `key` and `emb_vector`: `path`, or those below it, whose names are the tables'.
 
     Raises CheckpointError as `read_dynamicemb`.
@@ -87,38 +87,42 @@ def read_hps(path: Path, rest: Checkpoint | None, key_dtype: KeyDtype = "int64")
     for folder in folders:
         name = ".".join(folder.relative_to(path).parts) or folder.resolve().name
         tables[name] = [raw_part(name, folder / "key", folder / "emb_vector", key_dtype)]
-    return TablesCheckpoint(path, tables, rest)
+    return TablesCheckpoint(path, tables, remainder)
 
 
 def read_tfra(
-    path: Path, rest: Checkpoint | None, key_dtype: KeyDtype = "int64", value_dtype: ValueDtype = "float32"
+    path: Path, remainder: Checkpoint | None, key_dtype: KeyDtype = "int64", value_dtype: ValueDtype = "float32"
 ) -> TablesCheckpoint:
     """Open what `save_to_file_system` wrote; of a table's name the end `-parameter` is cut off.
 
-    Tables of an optimizer's slots, which begin with another's name, are left out, and told. Raises CheckpointError as
+    Tables of an optimizer's slots, which begin with another's name, are left out, and notes. Raises CheckpointError as
     `read_dynamicemb`.
     """
     if unfinished := sorted(path.rglob("*_mht_*.tmp")):
         raise CheckpointError(f"{unfinished[0]}: was not written to its end")
     numbers = ("part", "parts", "rank", "size")
-    files = _files_by_table(path, _SHARDED, lambda found: tuple(int(found[one] or (one == "size")) for one in numbers))
+    files = _files_by_table(path, _SHARDED, lambda match: tuple(int(match[key] or (key == "size")) for key in numbers))
     if not files:
         raise CheckpointError(f"{path}: no file <name>_mht_IofN_rankR_sizeS-keys")
     slots = {name for name in files for of in files if name != of and name.startswith((f"{of}_", f"{of}/"))}
     tables = dict[str, list[Part]]()
     for name in sorted(files.keys() - slots):
         by_part = files[name]
-        one = next(iter(next(iter(by_part.values())).values()))
+        first = next(iter(next(iter(by_part.values())).values()))
         sizes = {(parts, size) for _, parts, _, size in by_part}
         if len(sizes) > 1:
-            refused(one, name, "files of one number of parts and ranks", f"{sorted(sizes)}; save into an empty folder")
+            refused(
+                first, name, "files of one number of parts and ranks", f"{sorted(sizes)}; save into an empty folder"
+            )
         ((parts, size),) = sizes
         expected = ((part + 1, parts, rank, size) for rank in range(size) for part in range(parts))
-        _check_all(name, one, by_part, expected, "{0}of{1}_rank{2}_size{3}")
+        _check_all(name, first, by_part, expected, "{0}of{1}_rank{2}_size{3}")
         in_order = (of for _, of in sorted(by_part.items()))
-        found = [raw_part(name, of["keys"], of["values"], key_dtype, value_dtype) for of in in_order]
-        tables[name.removesuffix("-parameter").replace("/", ".")] = found
-    return TablesCheckpoint(path, tables, rest, [f"{name}: left out, it is an optimizer's" for name in sorted(slots)])
+        parts_in_order = [raw_part(name, of["keys"], of["values"], key_dtype, value_dtype) for of in in_order]
+        tables[name.removesuffix("-parameter").replace("/", ".")] = parts_in_order
+    return TablesCheckpoint(
+        path, tables, remainder, [f"{name}: left out, it is an optimizer's" for name in sorted(slots)]
+    )
 
 
 class NumpyFolder(Checkpoint):
@@ -134,8 +138,8 @@ class NumpyFolder(Checkpoint):
         for name, file in self._keys.items():
             if name not in files:
                 raise CheckpointError(f"{file}: keys of a table without {name}.npy")
-            if (found := self._map(name, file).shape) != self.shape(name)[:1]:
-                refused(file, name, f"{list(self.shape(name)[:1])} keys, as there are rows", list(found))
+            if (shape := self._map(name, file).shape) != self.shape(name)[:1]:
+                refused(file, name, f"{list(self.shape(name)[:1])} keys, as there are rows", list(shape))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._map(name, self._entry(name)).shape
@@ -182,40 +186,40 @@ def _files_by_table(
     """Return the files whose names are of a pattern: by table, with its folder below `path`, by part and by kind."""
     files: dict[str, dict[tuple[int, ...], dict[str, Path]]] = defaultdict(lambda: defaultdict(dict))
     for file in sorted(path.rglob("*")):
-        if (found := pattern.fullmatch(file.name)) is not None:
-            table = (file.relative_to(path).parent / found["table"]).as_posix()
-            files[table][numbers(found)][found["kind"]] = file
+        if (match := pattern.fullmatch(file.name)) is not None:
+            table = (file.relative_to(path).parent / match["table"]).as_posix()
+            files[table][numbers(match)][match["kind"]] = file
     return files
 
 
 def _check_all(
     table: str,
-    one: Path,
+    first: Path,
     by_part: Mapping[tuple[int, ...], Mapping[str, Path]],
     expected: Iterable[tuple[int, ...]],
     text: str,
 ) -> None:
     """Refuse a table that has not exactly the parts that are expected, each with keys and values."""
-    wanted = set()
+    seen = set()
     # One by one: a name may say any number of parts, and the first that is not there ends it.
     for at in expected:
         if missing := {"keys", "values"} - by_part.get(at, {}).keys():
-            found = f"no {' and no '.join(sorted(missing))} beside {one.name}"
-            refused(one.parent, table, f"keys and values of {text.format(*at)}", found)
-        wanted.add(at)
-    if others := sorted(by_part.keys() - wanted):
-        refused(one.parent, table, f"no part {text.format(*others[0])}", "one")
+            reason = f"no {' and no '.join(sorted(missing))} beside {first.name}"
+            refused(first.parent, table, f"keys and values of {text.format(*at)}", reason)
+        seen.add(at)
+    if others := sorted(by_part.keys() - seen):
+        refused(first.parent, table, f"no part {text.format(*others[0])}", "one")
 
 
 def _arguments(file: Path, table: str) -> Mapping[str, object]:
     """Return what a table's JSON says of it; {} if there is none. Raises CheckpointError."""
     try:
         with file.open("rb") as stream:
-            found = json.loads(stream.read(_MAX_ARGUMENTS_BYTES))
+            arguments = json.loads(stream.read(_MAX_ARGUMENTS_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: table {table!r}: can't be read: {cut(error)}") from error
-    if not isinstance(found, dict):
-        refused(file, table, "an object", type(found).__name__)
-    return found
+    if not isinstance(arguments, dict):
+        refused(file, table, "an object", type(arguments).__name__)
+    return arguments

@@ -38,7 +38,7 @@ class Part(NamedTuple):
     keys: Int64Array | None = None
 
 
-class FoundTable(NamedTuple):
+class ImportedTable(NamedTuple):
     """A table as it was found: its rows, their keys, int64 [n], if they have such, and how its values are stored."""
 
     rows: RowSource
@@ -46,9 +46,9 @@ class FoundTable(NamedTuple):
     dtype: str
 
 
-def refused(file: Path, table: str, expected: str, found: object) -> NoReturn:
+def refused(file: Path, table: str, expected: str, value: object) -> NoReturn:
     """Raise the CheckpointError of a file that is not as it should be."""
-    raise CheckpointError(f"{file}: table {table!r}: expected {expected}, found {found}")
+    raise CheckpointError(f"{file}: table {table!r}: expected {expected}, found {value}")
 
 
 def map_raw(file: Path, table: str, dtype: str) -> npt.NDArray[Any]:
@@ -119,7 +119,7 @@ class JoinedRows(RowSource):
         for part, start, stop in self._spans(first_row, max_rows):
             yield widened(part.rows[start:stop])
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return the file that a row is in, and which it is there."""
         number = int(np.searchsorted(self._ends, row, side="right"))
         part = self._parts[number]
@@ -151,13 +151,13 @@ def widened(rows: Any) -> ByteArray:
     return np.concatenate([rows[:, :-HALF_PARAMETERS], parameters.view(np.uint8)], axis=1)
 
 
-def _joined(table: str, parts: Sequence[Part]) -> FoundTable:
+def _joined(table: str, parts: Sequence[Part]) -> ImportedTable:
     """Return the table in several files. Raises CheckpointError as `JoinedRows`, and for a key that is there twice."""
     rows = JoinedRows(table, parts)
     dtype = "uint8 with float16 scale and offset" if rows.is_int8 else rows.number_format
     keys_of_parts = [part.keys for part in parts if part.keys is not None]
     if not keys_of_parts:
-        return FoundTable(rows, None, dtype)
+        return ImportedTable(rows, None, dtype)
     keys = _joined_keys(keys_of_parts)
     if keys.size != rows.num_embeddings:
         refused(parts[0].file, table, f"{keys.size} rows, as there are keys", rows.num_embeddings)
@@ -165,7 +165,7 @@ def _joined(table: str, parts: Sequence[Part]) -> FoundTable:
         files = [str(part.file) for part in parts if part.keys is not None and (part.keys == twice).any()]
         others = "".join(f", also in {file}" for file in files[1:])
         refused(Path(files[0]), table, "each key once", f"{twice} twice{others}")
-    return FoundTable(rows, keys, dtype)
+    return ImportedTable(rows, keys, dtype)
 
 
 def _joined_keys(parts: Sequence[Int64Array]) -> Int64Array:
@@ -190,36 +190,36 @@ class TablesCheckpoint(Checkpoint):
     """Tables that were found, and what else a model has, out of another checkpoint."""
 
     def __init__(
-        self, path: Path, parts: Mapping[str, Sequence[Part]], rest: Checkpoint | None, told: Sequence[str] = ()
+        self, path: Path, parts: Mapping[str, Sequence[Part]], remainder: Checkpoint | None, notes: Sequence[str] = ()
     ) -> None:
-        """Raise CheckpointError if parts of a table do not fit each other, or `rest` has one of its name."""
+        """Raise CheckpointError if parts of a table do not fit each other, or `remainder` has one of its name."""
         empty = {name for name, of_table in parts.items() if not any(len(part.rows) for part in of_table)}
-        self.told = (*told, *(f"{name}: left out, it has no rows" for name in sorted(empty)))
+        self.notes = (*notes, *(f"{name}: left out, it has no rows" for name in sorted(empty)))
         self._tables = {name: _joined(name, of_table) for name, of_table in parts.items() if name not in empty}
-        self._rest, others = rest, [] if rest is None else rest.names()
+        self._remainder, others = remainder, [] if remainder is None else remainder.names()
         if both := sorted(self._tables.keys() & set(others)):
             raise CheckpointError(f"{path}: {cut(both)} are both there and in --checkpoint")
         super().__init__(path, dict(self._tables) | dict.fromkeys(others))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if self._entry(name) is None and self._rest is not None:
-            return self._rest.shape(name)
+        if self._entry(name) is None and self._remainder is not None:
+            return self._remainder.shape(name)
         rows = self._tables[name].rows
         return rows.num_embeddings, rows.embedding_dim
 
     def tensor(self, name: str) -> torch.Tensor:
-        if self._entry(name) is None and self._rest is not None:
-            return self._rest.tensor(name)
+        if self._entry(name) is None and self._remainder is not None:
+            return self._remainder.tensor(name)
         raise CheckpointError(f"{self.path}: {name!r} is a table: it is read as rows, not as a tensor")
 
     def rows(self, name: str) -> RowSource:
-        if self._entry(name) is None and self._rest is not None:
-            return self._rest.rows(name)
+        if self._entry(name) is None and self._remainder is not None:
+            return self._remainder.rows(name)
         return self._tables[name].rows
 
     def keys(self, name: str) -> Int64Array | None:
-        return None if (found := self._entry(name)) is None else found.keys
+        return None if (table := self._entry(name)) is None else table.keys
 
     @property
     def tables(self) -> Mapping[str, str]:
-        return {name: found.dtype for name, found in self._tables.items()}
+        return {name: table.dtype for name, table in self._tables.items()}

@@ -55,7 +55,7 @@ class TorchRecCheckpoint(Checkpoint):
         }
         super().__init__(path, {name: None for name in names if _MODULES not in name})
         self._keyed_rows = cache(self._read_keyed_rows)
-        self.told = [
+        self.notes = [
             f"{name}: an id without a row gets zeros, or what `missing` says; TorchRec gives it another's row"
             for name in self._maps
         ]

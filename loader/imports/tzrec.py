@@ -34,14 +34,14 @@ _LOCAL_HEADER_BYTES = 30
 _MAX_STATED_BYTES = 64 << 20
 
 
-def read_tzrec(path: Path, rest: Checkpoint | None) -> TablesCheckpoint:
+def read_tzrec(path: Path, remainder: Checkpoint | None) -> TablesCheckpoint:
     """Open an export's folder, or its folder `sparse`.
 
     Raises CheckpointError, with file, table, what was expected and what found: a file of a rank is missing or can't be
     read, arrays are not as the layout says, sizes disagree with each other or with the JSON, a key is there twice.
     """
     folder = path / "sparse" if (path / "sparse").is_dir() else path
-    named = [found.groups() for file in folder.glob("*.npz") if (found := _NAME.fullmatch(file.name))]
+    named = [match.groups() for file in folder.glob("*.npz") if (match := _NAME.fullmatch(file.name))]
     kinds, sizes = {kind for kind, _ in named}, {size for _, size in named}
     if not named:
         raise CheckpointError(f"{folder}: no file sparse_embeddings-RR-of-WW.npz")
@@ -49,21 +49,21 @@ def read_tzrec(path: Path, rest: Checkpoint | None) -> TablesCheckpoint:
         raise CheckpointError(f"{folder}: expected files of one number of ranks, found those of {sorted(sizes)}")
     (size,) = sizes
     tables: dict[str, list[Part]] = defaultdict(list)
-    told: list[str] = []
+    notes: list[str] = []
     for rank in range(int(size)):
         static, dynamic = (folder / f"sparse_{kind}-{rank:02d}-of-{size}.npz" for kind in _KINDS)
         needed = [static] if static.with_suffix(".json").is_file() or _KINDS[1] not in kinds else [static, dynamic]
         if missing := [file.name for file in needed if not file.is_file()]:
             raise CheckpointError(f"{folder}: expected files of ranks 0 to {int(size) - 1}, found no {missing[0]}")
-        parts = _parts(static, told) | (_parts(dynamic, told) if dynamic.is_file() else {})
+        parts = _parts(static, notes) | (_parts(dynamic, notes) if dynamic.is_file() else {})
         _check_stated(static.with_suffix(".json"), parts, dynamic)
         for table, part in parts.items():
             tables[table].append(part)
-    return TablesCheckpoint(path, tables, rest, told)
+    return TablesCheckpoint(path, tables, remainder, notes)
 
 
-def _parts(file: Path, told: list[str]) -> dict[str, Part]:
-    """Return the tables of one file; what to tell of them is added to `told`. Raises CheckpointError."""
+def _parts(file: Path, notes: list[str]) -> dict[str, Part]:
+    """Return the tables of one file; what to tell of them is added to `notes`. Raises CheckpointError."""
     arrays: dict[str, dict[str, npt.NDArray[Any]]] = defaultdict(dict)
     for name, array in _mapped(file).items():
         entry = _ENTRY.fullmatch(name)
@@ -80,7 +80,7 @@ def _parts(file: Path, told: list[str]) -> dict[str, Part]:
         if missing := {"keys", "values"} - of.keys():
             refused(file, table, "keys and values", f"no {' and no '.join(sorted(missing))}")
         if "default_value" in of:
-            told.append(f"{table}: a key without a row gets what `missing` says; training has a row for such")
+            notes.append(f"{table}: a key without a row gets what `missing` says; training has a row for such")
         keys, values = of["keys"], of["values"]
         if keys.dtype != np.int64 or keys.ndim != 1 or len(values) != keys.size:
             refused(file, table, f"keys int64 [{len(values)}], one for each row", f"{keys.dtype} {list(keys.shape)}")
@@ -130,9 +130,9 @@ def _mapped(file: Path) -> dict[str, npt.NDArray[Any]]:
                 shape, is_fortran, dtype = read(raw)
                 length = raw.tell() - start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
                 if dtype.hasobject or is_fortran or length != entry.file_size:
-                    found = f"{dtype} {list(shape)}, of {entry.file_size} bytes"
+                    array = f"{dtype} {list(shape)}, of {entry.file_size} bytes"
                     raise CheckpointError(
-                        f"{file}: {cut(entry.filename)}: expected an array of numbers, row by row, found {found}"
+                        f"{file}: {cut(entry.filename)}: expected an array of numbers, row by row, found {array}"
                     )
                 if 0 in shape:
                     arrays[entry.filename] = np.zeros(shape, dtype)

@@ -55,7 +55,7 @@ class RowSource(ABC):
         """Yield blocks as `blocks` does, as `RowCodec` of `stored_dtype` encodes them: uint8 [k, row_bytes]."""
         raise NotImplementedError(f"{type(self).__name__}: rows are not stored yet")
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return where a row is, for a message that has named the table and the row; "" if that says it all."""
         return ""
 
@@ -102,7 +102,7 @@ class ArrayRows(RowSource):
         sample = digest.hexdigest()
         return sample if self._file is None else f"{sample} {file_fingerprint(self._file, self._name)}"
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return the file that rows are mapped from, if they are."""
         return "" if self._file is None else f" ({self._file})"
 

@@ -261,14 +261,14 @@ def _encoded(
             )
         if not as_stored and not (finite := np.isfinite(block)).all():
             row = first_row + int(np.argmin(finite.all(axis=1)))
-            raise ExportError(f"table {table.name!r}, row {row}{source.place(row)}: holds NaN or inf")
+            raise ExportError(f"table {table.name!r}, row {row}{source.location(row)}: holds NaN or inf")
         encoded: list[ByteArray] = []
         for part, columns in slices:
             values: Any = block if as_stored else block[:, columns]
             encoded.append(values if as_stored else _codec(part).encode(values))
             if (bad := _codec(part).first_non_finite(encoded[-1])) is not None:
                 row, of = first_row + bad, _codec(part).decode(values[bad:][:1]) if as_stored else values[bad]
-                where = f"table {part.name!r}, row {row}{source.place(row)}"
+                where = f"table {part.name!r}, row {row}{source.location(row)}"
                 raise ExportError(f"{where}: values from {of.min()} to {of.max()} overflow as {part.dtype}")
         yield encoded
         first_row += len(block)

@@ -50,18 +50,18 @@ def import_(
     from loader.stores import open_store
 
     async def work(fleet: FleetRegistry) -> None:
-        wanted = await fleet.wanted_model(model) if version is None else None
-        base = version if wanted is None else wanted.live
+        desired = await fleet.wanted_model(model) if version is None else None
+        base = version if desired is None else desired.live
         if base is None:
             raise ConfigError(f"--version: no version of {model!r} is wanted; name the one that training went on from")
         opened = None if store is None else open_store(store)
         publisher = AsyncDeltaPublisher(fleet.registry, model, base, opened, name=PUBLISHER)
         more = {"follow": follow, "table_keys": options["table_key"]}
         async for done in import_deltas(folder, fleet.registry, publisher, **more):
-            left_out = f"; no table of the model: {', '.join(done.unknown)}" if done.unknown else ""
+            unknown = f"; no table of the model: {', '.join(done.unknown)}" if done.unknown else ""
             age = human_time(max(0.0, time.time() - done.path.stat().st_mtime))
             rows = f"step {done.step}, rank {done.rank}: {done.rows} rows, {age} old, up to delta {publisher.sequence}"
-            click.echo(f"{done.path.name}: {rows}{left_out}")
+            click.echo(f"{done.path.name}: {rows}{unknown}")
 
     with contextlib.suppress(KeyboardInterrupt):
         with_registry(registry_url(options["registry"], store), work, model)

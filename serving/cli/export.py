@@ -168,7 +168,7 @@ def write_version(checkpoint: Checkpoint, description: Path, place: StorePlace, 
     classes = {table: _row_classes(spec, table, Path(file)) for table, file in blocks.items()}
     names = {name: options[name] for name in ("dense_prefix", "program")} | {"table_keys": options["table_key"]}
     rows, dense = match_model(checkpoint, spec, dense_names=_read_dense_names(options["dense_map"]), **names)
-    for line in checkpoint.told:
+    for line in checkpoint.notes:
         click.echo(line)
     _check_blocks(spec, rows, classes)
     rows |= {one: chosen_rows(one, rows[one], chosen) for one, chosen in kept.items()}

@@ -54,9 +54,9 @@ def import_(
     from loader.imports.kinds import describe as described
     from loader.imports.kinds import open_import
 
-    rest = options.pop("checkpoint")
+    remainder = options.pop("checkpoint")
     dtypes = {name: options.pop(name) for name in ("key_dtype", "value_dtype")}
-    checkpoint = open_import(kind, path, None if rest is None else open_checkpoint(rest), **dtypes)
+    checkpoint = open_import(kind, path, None if remainder is None else open_checkpoint(remainder), **dtypes)
     if not describe:
         if description is None or store is None:
             raise click.UsageError("--model and --store are needed, or --describe.")

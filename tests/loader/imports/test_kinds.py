@@ -111,7 +111,7 @@ def test_a_name_of_a_tfra_layer_has_no_end_and_its_optimizers_tables_are_left_ou
     checkpoint = open_import("tfra", tmp_path)
     folder = "variables.TFRADynamicEmbedding."
     assert checkpoint.names() == [f"{folder}films", f"{folder}shops"]
-    assert list(checkpoint.told) == [f"variables/TFRADynamicEmbedding/{slot}: left out, it is an optimizer's"]
+    assert list(checkpoint.notes) == [f"variables/TFRADynamicEmbedding/{slot}: left out, it is an optimizer's"]
     assert [table["name"] for table in describe(checkpoint, "tfra", "m")["tables"]] == ["films", "shops"]
 
 

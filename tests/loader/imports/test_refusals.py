@@ -489,4 +489,4 @@ def test_a_quantised_row_that_is_no_number_is_refused_by_its_file_and_its_row_th
 @pytest.mark.parametrize("row", [0, 1, 2, 4])
 def test_the_place_of_a_row_is_its_file_and_its_number_there(row: int) -> None:
     parts = [Part(Path(name), np.zeros((count, 2), np.float32)) for name, count in (("a", 2), ("b", 0), ("c", 3))]
-    assert JoinedRows("t", parts).place(row) == (f" (a, row {row})" if row < 2 else f" (c, row {row - 2})")
+    assert JoinedRows("t", parts).location(row) == (f" (a, row {row})" if row < 2 else f" (c, row {row - 2})")

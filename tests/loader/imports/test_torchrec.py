@@ -71,8 +71,8 @@ def test_each_raw_id_has_its_row(tmp_path: Path, ranks: int, form: str) -> None:
 def test_what_an_id_without_a_row_gets_is_told_of_each_table_that_has_a_map(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "model.pt")
     checkpoint = open_import("torchrec", tmp_path / "model.pt")
-    assert sorted(line.partition(":")[0] for line in checkpoint.told) == sorted([ZCH, MPZCH])
-    assert all("an id without a row gets zeros, or what `missing` says" in line for line in checkpoint.told)
+    assert sorted(line.partition(":")[0] for line in checkpoint.notes) == sorted([ZCH, MPZCH])
+    assert all("an id without a row gets zeros, or what `missing` says" in line for line in checkpoint.notes)
     described = describe(checkpoint, "torchrec", "m")["tables"]
     assert {table["name"]: table.get("keys") for table in described} == {
         "films": "int64", "shops": "int64", "cities": None,
