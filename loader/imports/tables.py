@@ -60,8 +60,7 @@ def map_raw(file: Path, table: str, dtype: str) -> npt.NDArray[Any]:
     try:
         if (size := file.stat().st_size) % kind.itemsize:
             refused(file, table, f"{dtype}, {kind.itemsize} bytes each", f"{size} bytes")
-        shape = (size // kind.itemsize,)
-        return np.zeros(shape, kind) if not size else map_array(file, 0, shape, kind, copy_on_write=True)
+        return map_array(file, 0, (size // kind.itemsize,), kind, copy_on_write=True) if size else np.zeros(0, kind)
     except OSError as error:
         raise CheckpointError(f"{file}: table {table!r}: {error.strerror or error}") from error
 

@@ -151,7 +151,8 @@ def write_version(checkpoint: Checkpoint, description: Path, place: StorePlace, 
 
     levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
     blocks, plan, described = options["blocks"], None, read_description(description)
-    _check_tables("--table-key", dict.fromkeys(_names(described)), options["table_key"])
+    unknown = options["table_key"].keys() - _names(described)
+    _check_tables("--table-key", [table.name for table in described.tables], unknown)
     keyed = [one.name for one in described.tables if one.keys is not None and one.name not in options["keys"]]
     given: dict[str, Keys] = {
         table: _read_keys(described, table, Path(file)) for table, file in options["keys"].items()
