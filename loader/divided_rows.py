@@ -204,6 +204,7 @@ class _PartRows(RowSource):
 
     def __init__(self, source: RowSource, classes: npt.NDArray[np.uint8], number: int, num_rows: int) -> None:
         super().__init__(num_rows, source.embedding_dim)
+        self.quantised_as = source.quantised_as
         self._source, self._classes, self._number = source, classes, number
         in_class = np.add.reduceat(classes == number, np.arange(0, classes.size, _CHUNK_ROWS), dtype=np.int64)
         self._chunk_ends = np.cumsum(in_class)

@@ -7,6 +7,7 @@ a bucket in that of the keys. What a missing key gets, of a table whose `missing
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +26,7 @@ GivenKeys: TypeAlias = npt.NDArray[Any] | Sequence[int] | Sequence[str] | Iterab
 """Keys of a table: one array, memmap or list, or blocks of them; unsigned ones are taken by their bits."""
 
 _BLOCK_BYTES = 16 << 20
-_SORTED_KEYS = 4 << 20
+_COMPARED_KEYS = 4 << 20
 
 
 def as_keys(where: str, kind: Keys | None, given: Any) -> Int64Array:
@@ -59,15 +60,25 @@ def checked_keys(table: TableSpec, given: GivenKeys) -> Int64Array:
 
 
 def first_twice(keys: Int64Array) -> int | None:
-    """Return a key that is there twice, the smallest of few, if one is. Memory is bounded: many are sorted in parts."""
-    parts = -(-keys.size // _SORTED_KEYS)
-    for part in range(parts):
-        of_part = [block[key_buckets(block) % parts == part] for block in np.array_split(keys, parts)]
-        in_order = np.sort(np.concatenate(of_part))
-        same = np.flatnonzero(in_order[1:] == in_order[:-1])
+    """Return the smallest key that is there twice, if one is."""
+    in_order = keys_in_file(keys.size)
+    in_order[:] = keys
+    in_order.sort()
+    for start in range(0, keys.size, _COMPARED_KEYS):
+        some = in_order[start : start + _COMPARED_KEYS + 1]
+        same = np.flatnonzero(some[1:] == some[:-1])
         if same.size:
-            return int(in_order[same[0]])
+            return int(some[same[0]])
     return None
+
+
+def keys_in_file(count: int) -> Int64Array:
+    """Return room for keys, int64 [count]; that of many is in a file without a name, not of this process's memory."""
+    if count <= _COMPARED_KEYS:
+        return np.empty(count, np.int64)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(count * 8)
+        return np.memmap(file, np.int64, "r+", shape=(count,))
 
 
 def key_order(keys: Int64Array) -> Int64Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
@@ -13,7 +12,7 @@ import torch
 
 from loader.checkpoints import Checkpoint
 from loader.errors import CheckpointError, cut
-from loader.keyed_rows import first_twice
+from loader.keyed_rows import first_twice, keys_in_file
 from loader.memory import map_array
 from loader.snapshot.buckets import Int64Array
 from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec
@@ -103,7 +102,8 @@ class JoinedRows(RowSource):
         self._table, self._parts = table, filled
         self._ends = np.cumsum([len(part.rows) for part in filled])
         self._codec = RowCodec("int8", self.embedding_dim)
-        self.stored_dtype, self.number_format = "int8" if self.is_int8 else None, str(first.dtype)
+        self.stored_dtype = self.quantised_as = "int8" if self.is_int8 else None
+        self.number_format = str(first.dtype)
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Float32Array]:
         """Yield the rows of each file; as of `RowSource`. Those of int8 are decoded."""
@@ -176,13 +176,6 @@ def _joined_keys(parts: Sequence[Int64Array]) -> Int64Array:
         keys[start : start + part.size] = part
         start += part.size
     return keys
-
-
-def keys_in_file(count: int) -> Int64Array:
-    """Return room for keys, int64 [count], in a file that has no name: it is not of this process's memory."""
-    with tempfile.TemporaryFile() as file:
-        file.truncate(max(1, count) * 8)
-        return np.memmap(file, np.int64, "r+", shape=(count,))
 
 
 class TablesCheckpoint(Checkpoint):

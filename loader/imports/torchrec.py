@@ -21,8 +21,8 @@ import torch
 
 from loader.checkpoints import Checkpoint, open_checkpoint
 from loader.divided_rows import chosen_rows
-from loader.imports.tables import keys_in_file, refused
-from loader.keyed_rows import first_twice
+from loader.imports.tables import refused
+from loader.keyed_rows import first_twice, keys_in_file
 from loader.snapshot.buckets import Int64Array
 from loader.snapshot.row_source import RowSource
 

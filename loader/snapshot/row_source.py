@@ -36,9 +36,11 @@ class RowSource(ABC):
     """A table's rows in training precision, and the shape of the table.
 
     `stored_dtype` is of rows that are stored already as a snapshot would: a table of that dtype takes them as they are.
+    `quantised_as` is what rows are, or were before they were chosen out of a table; None for floats.
     """
 
     stored_dtype: RowDtype | None = None
+    quantised_as: RowDtype | None = None
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         self.num_embeddings = num_embeddings

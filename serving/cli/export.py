@@ -215,17 +215,20 @@ def _names(described: ModelDescription) -> Iterator[str]:
 
 def _quantised_again(spec: ModelSpec, rows: Mapping[str, RowSource]) -> Iterator[str]:
     """Yield, of each table whose rows were int8 already and are not stored as they were, how far off they are now."""
+    import numpy as np
+
     from loader.snapshot.codecs import RowCodec
 
     for table in spec.tables:
-        source = rows[table.name]
-        if source.stored_dtype not in (None, "fp32" if table.column_dims else table.dtype):
-            codec, worst = RowCodec(table.dtype, table.embedding_dim), 0.0
-            for first in range(0, source.num_embeddings, _COMPARED_ROWS):
-                for block in source.blocks(first, _COMPARED_ROWS):
-                    worst = max(worst, float(abs(codec.decode(codec.encode(block)) - block).max()))
-            now = f"rows of {source.stored_dtype} became {table.dtype}"
-            yield f"{table.name}: {now}, values differ by up to {worst:.3g}"
+        source, codecs, worst = rows[table.name], [RowCodec(table.dtype, dim) for dim in table.slice_dims], 0.0
+        if source.quantised_as is None or (source.stored_dtype == table.dtype and len(codecs) == 1):
+            continue
+        for first in range(0, source.num_embeddings, _COMPARED_ROWS):
+            for block in source.blocks(first, _COMPARED_ROWS):
+                slices = np.split(block, np.cumsum(table.slice_dims)[:-1], axis=1)
+                for codec, values in zip(codecs, slices, strict=True):
+                    worst = max(worst, float(abs(codec.decode(codec.encode(values)) - values).max()))
+        yield f"{table.name}: rows of {source.quantised_as} became {table.dtype}, values differ by up to {worst:.3g}"
 
 
 def _golden(golden: Path | None, requests: Path | None, scores: Path | None) -> GoldenRequests | None:

@@ -199,7 +199,7 @@ def test_slices_have_the_keys_of_their_table(tmp_path, given):
 
 
 def test_many_keys_are_looked_through_in_parts_and_the_one_that_is_twice_is_found(monkeypatch):
-    monkeypatch.setattr("loader.keyed_rows._SORTED_KEYS", 100)
+    monkeypatch.setattr("loader.keyed_rows._COMPARED_KEYS", 100)
     keys = random_keys(np.random.default_rng(8), 1050)
     assert keys.size == 1050
     assert first_twice(keys) is None

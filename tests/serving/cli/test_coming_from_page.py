@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from loader.deltas.blocking_publisher import DeltaPublisher
 from loader.imports.kinds import Kind
 from shardrank_testing.command_line import blocks, commands, shardrank
 from shardrank_testing.imported_model import KERAS_NAMES, TABLES, check_scores, golden, requests, scores_of, write
@@ -100,3 +105,36 @@ def test_the_plan_of_the_page_is_taken(folder: Path) -> None:
     (folder / "plan.json").write_text(json.dumps({"plan": {"model.ebc": tables}}))
     check(folder, run("TorchRec's plan"))
     assert (folder / "models/shop/1/plan.safetensors").is_file()
+
+
+def test_the_deltas_of_the_page_are_published(folder: Path) -> None:
+    write(folder, "dynamicemb", "dump")
+    (folder / "shop.json").write_text(DESCRIPTION)
+    shardrank("import", "dynamicemb", "dump", "--model", "shop.json", "--store", "models", "--checkpoint", "dense.pt")
+    keys = list(TABLES["users"].keys[:2])
+    row = {"global_step": [5, 5], "table_fqn": ["ebc.embedding_bags.users"] * 2, "key_id": keys}
+    row |= {"embedding": pa.array([[1.0] * 4, [2.0] * 4], pa.list_(pa.float32()))}
+    (folder / "delta_embedding_dump").mkdir()
+    pq.write_table(pa.table(row), folder / "delta_embedding_dump" / "delta_embedding_step_5.parquet")
+    assert "delta_embedding_step_5.parquet: step 5, rank 0: 2 rows" in run("Deltas")
+
+
+def test_the_trainer_of_the_page_exports_and_publishes_what_it_changes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (program,) = blocks(SECTIONS["In training"], "python")
+    (folder / "train.py").write_text(program)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    publish, published = DeltaPublisher.publish, dict[str, dict[int, list[float]]]()
+
+    def noted(self: DeltaPublisher, table: str, rows: Any, values: Any) -> int:
+        published.setdefault(table, {}).update(zip(rows.tolist(), values.tolist(), strict=True))
+        return publish(self, table, rows, values)
+
+    monkeypatch.setattr(DeltaPublisher, "publish", noted)
+    trained = runpy.run_path("train.py")["tables"]
+    after = {name: table.weight.detach().numpy() for name, table in trained.items()}
+    assert published.keys() == after.keys()
+    for name, rows in published.items():
+        assert len(rows) > 400
+        assert all(after[name][row].tolist() == values for row, values in rows.items())
