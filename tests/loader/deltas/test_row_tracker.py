@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F  # noqa: N812
 
 from loader.deltas.blocking_publisher import DeltaPublisher
@@ -273,3 +275,34 @@ def test_hooks_are_gone_after_it(registry):
         train(model, [sgd(model.parameters())], 2, torch.Generator().manual_seed(1))
         assert publisher.sequence == 0
     assert not copied.user._forward_pre_hooks
+
+
+def train_rank(rank: int, ranks: int, port: int, folder: Path, name: str) -> None:
+    """Train on one of several ranks that have a copy of all rows each, tracked; save the rows that changed."""
+    distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=ranks, rank=rank)
+    torch.manual_seed(0)
+    kind, options = OPTIMIZERS[name]
+    model = Ranker(sparse=False)
+    optimizer, draw = kind(model.parameters(), **options), torch.Generator().manual_seed(rank)
+    copies = nn.parallel.DistributedDataParallel(model)
+    before = rows_of(model)
+    with DeltaPublisher(str(folder / "registry"), MODEL, 1) as publisher, RowTracker(copies, publisher, every_steps=2):
+        train(copies, [optimizer], 5, draw)
+    after = rows_of(model)
+    changed = {table: np.flatnonzero((before[table] != after[table]).any(axis=1)) for table in ROWS}
+    torch.save([changed, after], folder / f"rank-{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["sgd", "momentum", "decay", "adam"])
+def test_ranks_with_copies_publish_together_what_changed(registry, tmp_path, name):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    torch.multiprocessing.spawn(train_rank, (2, port, tmp_path, name), nprocs=2)
+    (changed, after), other = (torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2))
+    told = published(registry)
+    for table in ROWS:
+        assert (after[table] == other[1][table]).all()
+        assert set(changed[table]) <= told[table].keys()
+        assert all((told[table][row] == after[table][row]).all() for row in told[table])
