@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import socket
 from pathlib import Path
@@ -214,7 +213,7 @@ def test_shared_rows_are_tracked_in_every_module(registry):
     assert sorted(published(registry)["user"]) == [1, 2]
 
 
-def test_rows_without_a_module_are_noted_by_hand(registry):
+def test_rows_without_a_module_are_tracked_by_their_parameter(registry):
     class Plain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -222,14 +221,75 @@ def test_rows_without_a_module_are_noted_by_hand(registry):
 
     model = Plain()
     every = {"every_steps": 1, "tables": {"user": "rows"}}
-    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, **every) as tracker:
-        optimizer, rows = sgd(model.parameters()), torch.tensor([7, 8])
-        F.embedding(rows, model.rows).sum().backward()
-        with pytest.raises(DeltaError, match="table 'user': no module that is tracked looked rows up"):
-            optimizer.step()
-        tracker.note("user", rows)
-        optimizer.step()
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, **every):
+        F.embedding(torch.tensor([7, 8]), model.rows).sum().backward()
+        sgd(model.parameters()).step()
     assert sorted(published(registry)["user"]) == [7, 8]
+
+
+def test_rows_that_are_weights_of_a_layer_as_well_are_all_found(registry):
+    model = Ranker(sparse=False)
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, every_steps=1):
+        (model.user(torch.tensor([3])) @ model.user.weight.T).square().sum().backward()
+        sgd(model.parameters()).step()
+    assert len(published(registry)["user"]) == ROWS["user"]
+
+
+def test_rows_of_every_optimizer_that_a_table_had_are_published(registry):
+    """One that ends, and leaves momentum behind, one that begins, and one that is asked no more."""
+    torch.manual_seed(0)
+    model, draw = Ranker(sparse=False), torch.Generator().manual_seed(1)
+    tables = [model.user.weight, model.embedding_bags["item"].weight]
+    dense, first = torch.optim.Adam(model.top.parameters()), torch.optim.Adam(tables)
+    train(model, [first, dense], 3, draw)
+    before = rows_of(model)
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, every_steps=4):
+        train(model, [first, dense], 2, draw)
+        train(model, [sgd(tables)], 8, draw)
+        sequence = publisher.sequence
+        assert sequence > 0
+        first.state.clear()
+        train(model, [first], 8, draw)
+        assert publisher.sequence > sequence
+    after, told = rows_of(model), published(registry)
+    for table in ROWS:
+        assert set(np.flatnonzero((before[table] != after[table]).any(axis=1))) <= told[table].keys()
+        assert all((told[table][row] == after[table][row]).all() for row in told[table])
+
+
+def test_decay_that_has_ended_since_has_moved_all_rows(registry):
+    model, draw = Ranker(sparse=False), torch.Generator().manual_seed(1)
+    optimizer = sgd(model.parameters(), weight_decay=0.1)
+    with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, every_steps=100):
+        train(model, [optimizer], 1, draw)
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        train(model, [optimizer], 1, draw)
+    assert {table: len(rows) for table, rows in published(registry).items()} == ROWS
+
+
+def test_weights_that_are_loaded_are_changed(registry):
+    model, other = Ranker(sparse=False), Ranker(sparse=False)
+    with DeltaPublisher(registry, MODEL, 1) as publisher:
+        with RowTracker(model, publisher, every_steps=100):
+            model.load_state_dict(other.state_dict())
+        assert {table: len(rows) for table, rows in published(registry).items()} == ROWS
+        weights = model.user.weight, model.embedding_bags["item"].weight
+        with RowTracker(model, publisher, every_steps=1):
+            with pytest.raises(DeltaError, match="'user': the module has another parameter now: track it anew"):
+                model.load_state_dict(other.state_dict(), assign=True)
+            # Not to be published at the end.
+            model.user.weight, model.embedding_bags["item"].weight = weights
+
+
+@pytest.mark.parametrize("seen_by", ["the optimizer of the new one", "nobody"])
+def test_a_parameter_that_is_replaced_is_noticed(registry, seen_by):
+    model = Ranker(sparse=False)
+    with DeltaPublisher(registry, MODEL, 1) as publisher:
+        tracker = RowTracker(model, publisher, every_steps=1)
+        model.user.weight = nn.Parameter(torch.randn(ROWS["user"], 8))
+        with pytest.raises(DeltaError, match="another parameter now"):
+            sgd([model.user.weight]).step() if seen_by != "nobody" else tracker.flush()
+        tracker.close()
 
 
 @pytest.mark.parametrize(
@@ -241,6 +301,11 @@ def test_rows_without_a_module_are_noted_by_hand(registry):
         (lambda model: setattr(model, "other", nn.ModuleDict({"user": nn.Embedding(3, 8)})), {"every_steps": 1},
          "\\['user', 'other.user'\\]"),
         (lambda model: None, {"every_steps": 1, "tables": {"user": "top"}}, "top is a Linear; expected nn.Embedding"),
+        (lambda model: None, {"every_steps": 1, "tables": {"user": "x.y"}}, "table 'user': .* has no attribute `x`"),
+        (lambda model: None, {"every_steps": 1, "tables": {"usre": "user"}}, "'usre': expected a table of .*, got"),
+        (lambda model: setattr(model, "user", nn.Embedding(300, 4)), {"every_steps": 1}, ".300, 8., got .300, 4"),
+        (lambda model: setattr(model, "user", nn.Embedding(301, 8)), {"every_steps": 1}, ".300, 8., got .301, 8"),
+        (lambda model: setattr(model, "user", nn.Embedding(300, 8, max_norm=1.0)), {"every_steps": 1}, "max_norm"),
     ],
 )  # fmt: skip
 def test_tables_whose_rows_are_not_found_are_refused(registry, change, options, message):
@@ -265,16 +330,20 @@ def test_a_table_that_moves_as_a_whole_is_told_once(registry, caplog):
     ]
 
 
-def test_hooks_are_gone_after_it(registry):
-    model = Ranker(sparse=False)
-    copied = copy.deepcopy(model)
+def test_nothing_is_published_after_it(registry):
+    model, draw = Ranker(sparse=False), torch.Generator().manual_seed(1)
+    optimizer = sgd(model.parameters())
     with DeltaPublisher(registry, MODEL, 1) as publisher:
         with RowTracker(model, publisher, every_steps=1):
-            assert model.user._forward_pre_hooks
-        assert not model.user._forward_pre_hooks
-        train(model, [sgd(model.parameters())], 2, torch.Generator().manual_seed(1))
-        assert publisher.sequence == 0
-    assert not copied.user._forward_pre_hooks
+            train(model, [optimizer], 1, draw)
+        sequence = publisher.sequence
+        assert sequence > 0
+        train(model, [optimizer], 2, draw)
+        model.load_state_dict(model.state_dict())
+        with pytest.raises(DeltaError, match=r"expected .300, 8"):
+            RowTracker(nn.ModuleDict({"user": nn.Embedding(3, 3)}), publisher, every_steps=1, tables={"user": "user"})
+        train(model, [optimizer], 2, draw)
+        assert publisher.sequence == sequence
 
 
 def train_rank(rank: int, ranks: int, port: int, folder: Path, name: str) -> None:
