@@ -359,7 +359,8 @@ def match_checkpoint(
     table_keys = table_keys or {}
     if unknown := sorted(set(table_keys) - {table.name for table in (*spec.logical_tables, *spec.tables)}):
         raise CheckpointError(f"table_keys: unknown tables {unknown}")
-    names, with_keys = checkpoint.names(), {table.name for table in spec.tables if table.keys is not None}
+    names = checkpoint.names()
+    with_keys = {table.name: table.keys for table in spec.tables if table.keys is not None}
     table_of_key: dict[str, str] = {}
     for name, shape in (rows for table in spec.logical_tables for rows in _given(spec, table, table_keys, names)):
         key = table_keys.get(name) or _key_of(checkpoint, name, shape, names)
@@ -369,8 +370,9 @@ def match_checkpoint(
         # As many rows as there are keys, which the checkpoint does not have.
         expected = (*checkpoint.shape(key)[:1], shape[1]) if name in with_keys else shape
         _check_shape(checkpoint, f"table {name!r}", key, expected)
-        if name not in with_keys and checkpoint.keys(key) is not None:
-            raise CheckpointError(f"{checkpoint.path}: table {name!r}: {key!r} has keys, the description gives it none")
+        if with_keys.get(name) != "int64" and checkpoint.keys(key) is not None:
+            problem = f"{key!r} has keys, the description has {with_keys.get(name) or 'none'}; allowed is int64"
+            raise CheckpointError(f"{checkpoint.path}: table {name!r}: {problem}")
         table_of_key[key] = name
     unused = sorted(set(checkpoint.tables) - table_of_key.keys())
     checkpoint.notes = (*checkpoint.notes, *(f"{name}: left out, the description has no such table" for name in unused))
@@ -427,7 +429,9 @@ def _ending_in(names: Iterable[str], *suffixes: Sequence[str]) -> list[str]:
 
 def _key_of(checkpoint: Checkpoint, table: str, shape: tuple[int, int] | None, names: list[str]) -> str:
     specific, general = _suffixes(table)
-    keys = _ending_in(names, specific, general, [table])
+    # What can only be a table goes before what else is called so.
+    keys = _ending_in(checkpoint.tables, specific, general, [table])
+    keys = keys or _ending_in(names, specific, general, [table])
     if len(keys) == 1:
         return keys[0]
     where = f"{checkpoint.path}: table {table!r}:"

@@ -7,6 +7,7 @@ a bucket in that of the keys. What a missing key gets, of a table whose `missing
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -76,9 +77,14 @@ def keys_in_file(count: int) -> Int64Array:
     """Return room for keys, int64 [count]; that of many is in a file without a name, not of this process's memory."""
     if count <= _COMPARED_KEYS:
         return np.empty(count, np.int64)
-    with tempfile.TemporaryFile() as file:
-        file.truncate(count * 8)
-        return np.memmap(file, np.int64, "r+", shape=(count,))
+    try:
+        with tempfile.TemporaryFile() as file:
+            # Room that is not there is found now, not by a signal.
+            os.posix_fallocate(file.fileno(), 0, count * 8)
+            return np.memmap(file, np.int64, "r+", shape=(count,))
+    except OSError as error:
+        room = f"{count * 8} bytes for keys in {tempfile.gettempdir()}"
+        raise ExportError(f"{room}: {error.strerror or error}; TMPDIR names another folder") from error
 
 
 def key_order(keys: Int64Array) -> Int64Array:

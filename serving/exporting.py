@@ -22,6 +22,7 @@ from loader.keyed_rows import GivenKeys, as_keys
 from loader.snapshot.golden import GoldenRequests
 from loader.snapshot.manifest import ExportedModelSpec, ModelSpec
 from loader.snapshot.program import Program
+from loader.snapshot.row_classes import RowClasses
 from loader.snapshot.row_source import RowSource
 from loader.snapshot.tables import refused_as
 from loader.snapshot.writer import export_snapshot
@@ -114,6 +115,17 @@ def match_model(
     return rows, dense
 
 
+def check_blocks(spec: ModelSpec, given: Collection[str], classes: Collection[str]) -> None:
+    """Raise ExportError for a table that training divided, of which nobody says how: counts could only guess it."""
+    for table in spec.divided:
+        is_given = table.name not in given and set(table.parts) <= set(given)
+        if is_given and table.num_classes > 1 and table.name not in classes:
+            raise ExportError(
+                f"table {table.name!r}: the checkpoint has rows of its parts {list(table.parts)}; which block training "
+                f"gave each row, row_classes, or --blocks {table.name}=FILE, have to say"
+            )
+
+
 def export(
     model: nn.Module | Mapping[str, Any],
     description: Description,
@@ -123,6 +135,7 @@ def export(
     program: nn.Module | Program | None = None,
     keys: Mapping[str, GivenKeys] | None = None,
     access_counts: Mapping[str, npt.NDArray[Any]] | None = None,
+    row_classes: Mapping[str, RowClasses] | None = None,
     table_keys: Mapping[str, str] | None = None,
     dense_prefix: str | None = None,
     **options: Any,
@@ -137,12 +150,15 @@ def export(
         program: the dense model of a description of the kind `exported`: a module, exported here, or a program.
         keys: of tables with keys, those of their rows.
         access_counts: how often each row was looked up: of tables that are divided by popularity.
+        row_classes: the part that each row is in, of tables that training divided.
         table_keys: as --table-key of `shardrank export`.
         dense_prefix: as its --dense-prefix.
         options: more of `export_snapshot`: `vocabularies`, `version`, `metadata`, `last_delta`, `delta_base`, ...
 
     Raises ExportError and CheckpointError for what does not fit the description, else as `export_snapshot`.
     """
+    if "://" in str(store):
+        raise ExportError(f"store: {store} is no folder; `shardrank publish` puts what is in one up to a URL")
     described, checkpoint = read_description(description), open_state_dict(model)
     kinds = {table.name: table.keys for table in described.tables}
     arrays = {
@@ -152,9 +168,12 @@ def export(
     if isinstance(program, nn.Module):
         program = export_program(spec, program)
     rows, dense = match_model(checkpoint, spec, dense_prefix=dense_prefix, table_keys=table_keys, program=program)
+    check_blocks(spec, rows, row_classes or {})
     counts = access_counts or {}
     seen = {table.name for table in spec.logical_tables}
-    made = divide_rows(spec, rows, {table: of_table for table, of_table in counts.items() if table in seen})
+    made = divide_rows(
+        spec, rows, {table: of_table for table, of_table in counts.items() if table in seen}, row_classes=row_classes
+    )
     counted = {table: of_table for table, of_table in counts.items() if table not in seen} | dict(made.access_counts)
     more = {"keys": arrays, "access_counts": counted, "row_classes": made.row_classes, "golden": golden, **options}
     return export_snapshot(store, spec, rows=made.rows, dense=dense, **more)

@@ -35,6 +35,7 @@ POLL_S: Final = 1.0
 _BATCH_ROWS: Final = 1 << 16
 _FILE: Final = re.compile(r".+_step_(\d+)(?:_rank_(\d+)_of_\d+)?\.parquet")
 _COLUMNS: Final = ("table_fqn", "key_id", "embedding", "global_step")
+_TYPES: Final = (r".*string.*", "int64", r"(large_)?list<.*: (float|uint8).*>", "int64")
 
 
 class Imported(NamedTuple):
@@ -53,34 +54,39 @@ async def import_deltas(
     publisher: AsyncDeltaPublisher,
     *,
     follow: bool = False,
+    from_step: int = 0,
     table_keys: Mapping[str, str] | None = None,
     sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
 ) -> AsyncIterator[Imported]:
     """Publish what a folder has that was not published yet, and yield each file; `follow` waits for more without end.
 
     Tables are found by the end of `table_fqn`; `table_keys` has the whole of it for others. Of tables with keys rows
-    are upserted, of others written by number.
+    are upserted, of others written by number. Steps before `from_step` are passed over; those from it on, where it is
+    above 0, are published whatever was published before. Rows before one that is refused may be published.
 
     Raises DeltaFormatError, with the file, for one that is not such a dump, or rows that are not the table's; else as
     `AsyncDeltaPublisher.publish`, and RegistryConflictError where another import takes the same stream.
     """
     await publisher.open()
-    key, keyed = (
-        f"imports/{publisher.stream}",
-        {table.name for table in publisher.spec.tables if table.keys is not None},
-    )
+    spec, names_of = publisher.spec, dict[str, str]()
+    key, keyed = f"imports/{publisher.stream}", {table.name for table in spec.tables if table.keys is not None}
+    max_width = max(table.embedding_dim for table in spec.logical_tables) + HALF_PARAMETERS
     while True:
         entry = await registry.get(key)
         revision, steps = (0, {}) if entry is None else (entry.revision, _steps(key, entry.value))
-        pending = await asyncio.to_thread(_files, folder, dict(steps))
+        steps = {} if from_step else steps
+        pending = await asyncio.to_thread(_files, folder, dict(steps), from_step)
+        from_step = 0
         for step, rank, path in pending:
-            count, unknown, rows = 0, dict[str, None](), _rows(path, step)
+            count, unknown, rows = 0, dict[str, None](), _rows(path, step, max_width)
             while (piece := await asyncio.to_thread(next, rows, None)) is not None:
                 fqn, numbers, values = piece
-                if (table := _table(fqn, publisher.spec, table_keys or {})) is None:
+                if (table := _table(fqn, spec, table_keys or {})) is None:
                     unknown[fqn] = None
                     continue
                 try:
+                    if (other := names_of.setdefault(table, fqn)) != fqn:
+                        raise DeltaFormatError(f"{fqn!r} and {other!r} are both rows of table {table!r}")
                     await (publisher.upsert if table in keyed else publisher.publish)(table, numbers, values)
                 except DeltaFormatError as error:
                     raise DeltaFormatError(f"{path}: {error}") from error
@@ -102,13 +108,13 @@ def _steps(key: str, value: bytes) -> dict[str, int]:
         raise RegistryRecordError(f"{key}: expected the last step of each rank, got {cut(value)}") from error
 
 
-def _files(folder: Path, steps: Mapping[str, int]) -> list[tuple[int, int, Path]]:
+def _files(folder: Path, steps: Mapping[str, int], from_step: int) -> list[tuple[int, int, Path]]:
     """Return step, rank and path of files that come behind these steps, in order. Raises OSError."""
     files = []
     for path in (*folder.glob("*.parquet"), *folder.glob("step_*/*.parquet")):
         if (named := _FILE.fullmatch(path.name)) is not None:
             step, rank = int(named[1]), int(named[2] or 0)
-            if step > steps.get(str(rank), -1):
+            if step > steps.get(str(rank), from_step - 1):
                 files.append((step, rank, path))
     return sorted(files)
 
@@ -116,11 +122,11 @@ def _files(folder: Path, steps: Mapping[str, int]) -> list[tuple[int, int, Path]
 def _table(fqn: str, spec: ModelSpec, table_keys: Mapping[str, str]) -> str | None:
     """Return the table that a name of training's is of, None if the model has none."""
     by_key = {key: table for table, key in table_keys.items()}
-    names = sorted((table.name for table in spec.logical_tables), key=len, reverse=True)
+    names = sorted({table.name for table in spec.logical_tables} - table_keys.keys(), key=len, reverse=True)
     return by_key.get(fqn) or next((name for name in names if fqn == name or fqn.endswith(f".{name}")), None)
 
 
-def _rows(path: Path, step: int) -> Iterator[tuple[str, Int64Array, Float32Array]]:
+def _rows(path: Path, step: int, max_width: int) -> Iterator[tuple[str, Int64Array, Float32Array]]:
     """Yield rows of a file by table: its name, numbers or keys int64 [n], values float32 [n, dim]."""
     try:
         import pyarrow
@@ -129,6 +135,16 @@ def _rows(path: Path, step: int) -> Iterator[tuple[str, Int64Array, Float32Array
         raise DeltaFormatError(f"{path}: Parquet needs pyarrow: pip install 'shardrank[parquet]'") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            schema, groups = file.schema_arrow, [file.metadata.row_group(at) for at in range(file.num_row_groups)]
+            kinds = [str(schema.field(name).type) for name in _COLUMNS]
+            if not all(map(re.fullmatch, _TYPES, kinds)):
+                raise DeltaFormatError(f"{path}: expected {[*_COLUMNS]} of types {[*_TYPES]}, found {kinds}")
+            leaves = [group.column(at) for group in groups for at in range(group.num_columns)]
+            values = sum(leaf.num_values for leaf in leaves if leaf.path_in_schema.startswith("embedding"))
+            if values > file.metadata.num_rows * max_width:
+                raise DeltaFormatError(
+                    f"{path}: expected embeddings of at most {max_width} values, found {values} in all"
+                )
             for batch in file.iter_batches(_BATCH_ROWS, columns=[*_COLUMNS]):
                 yield from _rows_of_batch(path, step, *(batch.column(name) for name in _COLUMNS))
     except (OSError, KeyError, pyarrow.ArrowException) as error:
@@ -140,23 +156,21 @@ def _rows_of_batch(
 ) -> Iterator[tuple[str, Int64Array, Float32Array]]:
     if any(column.null_count for column in (names, keys, embeddings, steps)):
         raise DeltaFormatError(f"{path}: expected no nulls in {[*_COLUMNS]}, found some")
-    numbers, of_steps = keys.to_numpy(zero_copy_only=False), steps.to_numpy(zero_copy_only=False)
-    if numbers.dtype != np.int64 or (of_steps != step).any():
-        problem = f"key_id {numbers.dtype}, steps {np.unique(of_steps)[:8].tolist()}"
-        raise DeltaFormatError(f"{path}: expected key_id int64 of step {step}, found {problem}")
-    coded = names.dictionary_encode()
-    table_of_row = coded.indices.to_numpy(zero_copy_only=False)
-    edges = [0, *(np.flatnonzero(np.diff(table_of_row)) + 1).tolist(), numbers.size]
+    if ((of_steps := steps.to_numpy()) != step).any():
+        raise DeltaFormatError(f"{path}: expected rows of step {step}, found {np.unique(of_steps)[:8].tolist()}")
+    coded = names if hasattr(names, "dictionary") else names.dictionary_encode()
+    table_of_row = coded.indices.to_numpy()
+    # Of each table together, in their order.
+    order = np.argsort(table_of_row, kind="stable")
+    numbers, embeddings = keys.to_numpy()[order], embeddings.take(order)
+    edges = np.flatnonzero(np.diff(table_of_row[order], prepend=-1, append=-1)).tolist()
     for begin, end in pairwise(edges):
-        if begin == end:
-            continue
-        fqn, rows = coded.dictionary[int(table_of_row[begin])].as_py(), embeddings.slice(begin, end - begin)
+        fqn, rows = coded.dictionary[int(table_of_row[order[begin]])].as_py(), embeddings.slice(begin, end - begin)
         lengths, values = np.unique(rows.value_lengths().to_numpy(zero_copy_only=False)), rows.flatten()
-        least = {"float": 1, "uint8": HALF_PARAMETERS + 1}.get(str(values.type))
-        if lengths.size != 1 or values.null_count or least is None or lengths[0] < least:
-            problem = f"{values.type} of widths {lengths[:8].tolist()}"
-            expected = "embeddings of float or uint8, all as wide"
-            raise DeltaFormatError(f"{path}: table {fqn!r}: expected {expected}, found {problem}")
+        least = HALF_PARAMETERS + 1 if values.type == "uint8" else 1
+        if lengths.size != 1 or values.null_count or lengths[0] < least:
+            expected = f"embeddings of {values.type}, all as wide, at least {least}"
+            raise DeltaFormatError(f"{path}: table {fqn!r}: expected {expected}, found widths {lengths[:8].tolist()}")
         block = values.to_numpy(zero_copy_only=False).reshape(end - begin, -1)
         if values.type == "uint8":
             block = RowCodec("int8", block.shape[1] - HALF_PARAMETERS).decode(widened(block))

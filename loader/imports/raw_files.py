@@ -59,17 +59,14 @@ def read_dynamicemb(path: Path, remainder: Checkpoint | None) -> TablesCheckpoin
         raise CheckpointError(f"{path}: no file <table>_emb_keys.rank_R.world_size_W{more}")
     tables = dict[str, list[Part]]()
     for name, by_rank in files.items():
-        first = next(iter(next(iter(by_rank.values())).values()))
-        sizes = {size for _, size in by_rank}
-        if len(sizes) > 1:
-            refused(first, name, "files of one world size", f"files of {sorted(sizes)}; dump into an empty folder")
-        _check_all(name, first, by_rank, ((rank, min(sizes)) for rank in range(min(sizes))), "rank_{0}.world_size_{1}")
-        arguments = first.with_name(f"{name.rpartition('/')[2]}_opt_args.json")
-        if min(sizes) > 1 and _arguments(arguments, name).get("dist_type") == "continuous":
-            expected = "dist_type roundrobin or hash_roundrobin"
-            refused(arguments, name, expected, "continuous, whose keys are numbers within a rank")
-        in_order = (of for _, of in sorted(by_rank.items()))
-        tables[name.replace("/", ".")] = [raw_part(name, of["keys"], of["values"]) for of in in_order]
+        size = min(size for _, size in by_rank)
+        expected = ((rank, size) for rank in range(size))
+        parts = _in_order(name, by_rank, expected, "rank_{0}.world_size_{1}", "int64", "float32")
+        arguments = parts[0].file.with_name(f"{name.rpartition('/')[2]}_opt_args.json")
+        if size > 1 and _arguments(arguments, name).get("dist_type") == "continuous":
+            scheme = "dist_type roundrobin or hash_roundrobin"
+            refused(arguments, name, scheme, "continuous, whose keys are numbers within a rank")
+        tables[name.replace("/", ".")] = parts
     return TablesCheckpoint(path, tables, remainder)
 
 
@@ -78,7 +75,7 @@ def read_hps(path: Path, remainder: Checkpoint | None, key_dtype: KeyDtype = "in
 
     Raises CheckpointError as `read_dynamicemb`.
     """
-    folders = sorted(key.parent for key in path.rglob("key") if key.is_file())
+    folders = sorted({file.parent for name in ("key", "emb_vector") for file in path.rglob(name) if file.is_file()})
     if not folders:
         dumped = any(path.rglob("meta_data"))
         more = "; `meta_data` is of Model.embedding_dump, which is not read: save sparse models" if dumped else ""
@@ -104,25 +101,13 @@ def read_tfra(
     files = _files_by_table(path, _SHARDED, lambda match: tuple(int(match[key] or (key == "size")) for key in numbers))
     if not files:
         raise CheckpointError(f"{path}: no file <name>_mht_IofN_rankR_sizeS-keys")
-    slots = {name for name in files for of in files if name != of and name.startswith((f"{of}_", f"{of}/"))}
     tables = dict[str, list[Part]]()
-    for name in sorted(files.keys() - slots):
-        by_part = files[name]
-        first = next(iter(next(iter(by_part.values())).values()))
-        sizes = {(parts, size) for _, parts, _, size in by_part}
-        if len(sizes) > 1:
-            refused(
-                first, name, "files of one number of parts and ranks", f"{sorted(sizes)}; save into an empty folder"
-            )
-        ((parts, size),) = sizes
+    for name, by_part in sorted(files.items()):
+        _, parts, _, size = min(by_part)
         expected = ((part + 1, parts, rank, size) for rank in range(size) for part in range(parts))
-        _check_all(name, first, by_part, expected, "{0}of{1}_rank{2}_size{3}")
-        in_order = (of for _, of in sorted(by_part.items()))
-        parts_in_order = [raw_part(name, of["keys"], of["values"], key_dtype, value_dtype) for of in in_order]
-        tables[name.removesuffix("-parameter").replace("/", ".")] = parts_in_order
-    return TablesCheckpoint(
-        path, tables, remainder, [f"{name}: left out, it is an optimizer's" for name in sorted(slots)]
-    )
+        in_order = _in_order(name, by_part, expected, "{0}of{1}_rank{2}_size{3}", key_dtype, value_dtype)
+        tables[name.removesuffix("-parameter").replace("/", ".")] = in_order
+    return TablesCheckpoint(path, tables, remainder)
 
 
 class NumpyFolder(Checkpoint):
@@ -130,14 +115,14 @@ class NumpyFolder(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         """Raise CheckpointError if there is none, one can't be read, or keys are of no table or of another size."""
-        files = {".".join(file.relative_to(path).with_suffix("").parts): file for file in path.rglob("*.npy")}
-        if not files:
-            raise CheckpointError(f"{path}: no .npy files")
-        self._keys = {name.removesuffix(".keys"): file for name, file in files.items() if name.endswith(".keys")}
-        super().__init__(path, {name: file for name, file in files.items() if not name.endswith(".keys")})
+        paths = sorted(path.rglob("*.npy"))
+        files = {".".join(file.relative_to(path).with_suffix("").parts): file for file in paths}
+        if len(files) < max(1, len(paths)):
+            raise CheckpointError(f"{path}: {'no .npy files' if not paths else 'two files are one name with dots'}")
+        of_keys = {name.removesuffix(".keys"): file for name, file in files.items() if name.endswith(".keys")}
+        self._keys = {name: file for name, file in of_keys.items() if name in files}
+        super().__init__(path, {name: file for name, file in files.items() if file not in self._keys.values()})
         for name, file in self._keys.items():
-            if name not in files:
-                raise CheckpointError(f"{file}: keys of a table without {name}.npy")
             if (shape := self._map(name, file).shape) != self.shape(name)[:1]:
                 refused(file, name, f"{list(self.shape(name)[:1])} keys, as there are rows", list(shape))
 
@@ -192,23 +177,27 @@ def _files_by_table(
     return files
 
 
-def _check_all(
+def _in_order(
     table: str,
-    first: Path,
     by_part: Mapping[tuple[int, ...], Mapping[str, Path]],
     expected: Iterable[tuple[int, ...]],
     text: str,
-) -> None:
-    """Refuse a table that has not exactly the parts that are expected, each with keys and values."""
-    seen = set()
-    # One by one: a name may say any number of parts, and the first that is not there ends it.
+    key_dtype: str,
+    value_dtype: str,
+) -> list[Part]:
+    """Return a table's parts. Refuse it if they are not exactly those that are expected, each with keys and values."""
+    first, parts, seen = next(iter(next(iter(by_part.values())).values())), list[Part](), set()
+    # Part by part: a name may say any number of them, and the first that is not there ends it.
     for at in expected:
-        if missing := {"keys", "values"} - by_part.get(at, {}).keys():
+        files = by_part.get(at, {})
+        if missing := {"keys", "values"} - files.keys():
             reason = f"no {' and no '.join(sorted(missing))} beside {first.name}"
             refused(first.parent, table, f"keys and values of {text.format(*at)}", reason)
         seen.add(at)
+        parts.append(raw_part(table, files["keys"], files["values"], key_dtype, value_dtype))
     if others := sorted(by_part.keys() - seen):
-        refused(first.parent, table, f"no part {text.format(*others[0])}", "one")
+        refused(first.parent, table, f"no part {text.format(*others[0])}; write into an empty folder", "one")
+    return parts
 
 
 def _arguments(file: Path, table: str) -> Mapping[str, object]:

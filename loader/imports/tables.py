@@ -16,7 +16,7 @@ from loader.keyed_rows import first_twice, keys_in_file
 from loader.memory import map_array
 from loader.snapshot.buckets import Int64Array
 from loader.snapshot.codecs import ByteArray, Float32Array, RowCodec
-from loader.snapshot.row_source import FLOAT_DTYPES, ArrayRows, RowSource, file_fingerprint
+from loader.snapshot.row_source import FLOAT_DTYPES, NUMPY_DTYPES, ArrayRows, RowSource, file_fingerprint
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]] | torch.Tensor
 KeyDtype = Literal["int64", "int32", "uint32", "uint64"]
@@ -125,7 +125,8 @@ class JoinedRows(RowSource):
         return f" ({part.file}, row {row - int(self._ends[number]) + len(part.rows)})"
 
     def fingerprint(self) -> str:
-        return " ".join(file_fingerprint(part.file, self._table) for part in self._parts)
+        files = " ".join(file_fingerprint(part.file, self._table) for part in self._parts)
+        return f"{self.number_format} [{self.embedding_dim}] {files}"
 
     def _spans(self, first_row: int, max_rows: int) -> Iterator[tuple[Part, int, int]]:
         begin = 0
@@ -140,7 +141,7 @@ def _kind(rows: Floats | ByteArray) -> str | None:
     """Return the dtype and width of rows as text; None for what is not read."""
     if rows.ndim != 2 or rows.shape[1] <= HALF_PARAMETERS * (rows.dtype == np.uint8):
         return None
-    is_float = rows.dtype in FLOAT_DTYPES if isinstance(rows, torch.Tensor) else rows.dtype.kind == "f"
+    is_float = rows.dtype in (FLOAT_DTYPES if isinstance(rows, torch.Tensor) else NUMPY_DTYPES)
     return f"{rows.dtype} [n, {rows.shape[1]}]" if is_float or rows.dtype == np.uint8 else None
 
 

@@ -53,6 +53,9 @@ class TorchRecCheckpoint(Checkpoint):
             for name in names
             if _is_weight_of(name, prefix)
         }
+        mapping = {name.rpartition(".")[0] for name in names if name.endswith((_SORTED, _IDENTITIES))}
+        if lost := sorted(mapping - {*self._maps.values()}):
+            refused(path, lost[0].rpartition(".")[2], f"its rows, which {lost[0]} maps ids to", "no such weight")
         super().__init__(path, {name: None for name in names if _MODULES not in name})
         self._keyed_rows = cache(self._read_keyed_rows)
         self.notes = [
@@ -87,12 +90,14 @@ class TorchRecCheckpoint(Checkpoint):
             return None
         given, num_rows = self._inner.names(), self._inner.shape(name)[0]
         ends = (_SORTED, _ROWS_OF_SORTED) if f"{prefix}.{_SORTED}" in given else (_IDENTITIES,)
-        tensors = {end: self._inner.tensor(f"{prefix}.{end}").reshape(-1).numpy() for end in ends}
-        ids, rows_of = tensors[ends[0]], tensors.get(_ROWS_OF_SORTED)
+        tensors = {end: self._inner.tensor(f"{prefix}.{end}").reshape(-1) for end in ends}
+        size = tensors[ends[0]].numel()
         for end, tensor in tensors.items():
-            if tensor.dtype != np.int64 or tensor.size != ids.size or ids.size > num_rows:
-                expected = f"{end}: int64 [{min(ids.size, num_rows)}], at most one for each row"
-                refused(self.path, name, expected, f"{tensor.dtype} [{tensor.size}]")
+            if tensor.dtype != torch.int64 or tensor.numel() != size or size > num_rows:
+                expected = f"{end}: torch.int64 [{min(size, num_rows)}], at most one for each row"
+                refused(self.path, name, expected, f"{tensor.dtype} [{tensor.numel()}]")
+        ids = tensors[ends[0]].numpy()
+        rows_of = tensors[_ROWS_OF_SORTED].numpy() if _ROWS_OF_SORTED in ends else None
         by_row, has_key, count = keys_in_file(num_rows), np.zeros(num_rows, bool), 0
         for start in range(0, ids.size, _BLOCK_IDS):
             some = ids[start : start + _BLOCK_IDS]

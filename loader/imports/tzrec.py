@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from loader.checkpoints import Checkpoint
 from loader.errors import CheckpointError, cut
-from loader.imports.tables import Part, TablesCheckpoint, refused
+from loader.imports.tables import HALF_PARAMETERS, Part, TablesCheckpoint, refused
 from loader.memory import map_array
 
 _KINDS = ("embeddings", "dynamic_embedding")
@@ -93,21 +93,22 @@ def _check_stated(file: Path, parts: dict[str, Part], dynamic: Path) -> None:
     try:
         with file.open("rb") as stream:
             stated = json.loads(stream.read(_MAX_STATED_BYTES))
-        rows = {table: tuple(map(int, of["shape"])) for table, of in stated.items()}
+        shapes = {table: (int(of["shape"][0]), int(of["shape"][1])) for table, of in stated.items()}
     except FileNotFoundError:
         return
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file}: can't be read as tables and their shapes: {cut(error)}") from error
-    for table in sorted(rows.keys() | parts.keys()):
-        if table not in rows:
+    for table in sorted(shapes.keys() | parts.keys()):
+        if table not in shapes:
             refused(file, table, "the shapes of all tables of its rank", "none of this one")
         if (part := parts.get(table)) is None:
-            if rows[table][0]:
+            if shapes[table][0]:
                 where = dynamic if stated[table].get("is_dynamic") else file.with_suffix(".npz")
-                refused(where, table, f"{rows[table][0]} rows, as {file.name} says", "none")
+                refused(where, table, f"rows {list(shapes[table])}, as {file.name} says", "none")
             continue
-        if len(part.rows) != rows[table][0]:
-            refused(part.file, table, f"{rows[table][0]} rows, as {file.name} says", len(part.rows))
+        shape = part.rows.shape[0], part.rows.shape[-1] - HALF_PARAMETERS * (part.rows.dtype == np.uint8)
+        if shape != shapes[table]:
+            refused(part.file, table, f"rows {list(shapes[table])}, as {file.name} says", list(shape))
 
 
 def _mapped(file: Path) -> dict[str, npt.NDArray[Any]]:
@@ -129,7 +130,7 @@ def _mapped(file: Path) -> dict[str, npt.NDArray[Any]]:
                 read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
                 shape, is_fortran, dtype = read(raw)
                 length = raw.tell() - start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-                if dtype.hasobject or is_fortran or length != entry.file_size:
+                if dtype.hasobject or is_fortran or not shape or length != entry.file_size:
                     array = f"{dtype} {list(shape)}, of {entry.file_size} bytes"
                     raise CheckpointError(
                         f"{file}: {cut(entry.filename)}: expected an array of numbers, row by row, found {array}"

@@ -19,7 +19,7 @@ from loader.snapshot.codecs import ByteArray, Float32Array
 from loader.snapshot.tables import RowDtype
 
 _SAMPLED_ROWS = 1024
-_NUMPY_DTYPES = (np.float16, np.float32, np.float64)
+NUMPY_DTYPES = (np.float16, np.float32, np.float64)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -81,7 +81,7 @@ class ArrayRows(RowSource):
             rows = rows.detach()
             is_matrix, is_of = rows.layout == torch.strided, rows.dtype in FLOAT_DTYPES
         else:
-            is_matrix, is_of = True, rows.dtype.newbyteorder("=") in _NUMPY_DTYPES
+            is_matrix, is_of = True, rows.dtype.newbyteorder("=") in NUMPY_DTYPES
             file = file or (Path(rows.filename) if isinstance(rows, np.memmap) and rows.filename else None)
         if rows.ndim != 2 or not is_matrix or not is_of:
             raise ExportError(

@@ -30,6 +30,9 @@ def deltas() -> None:
 @opts.option("--model NAME", "The model.", required=True)
 @opts.count("--version", "The published version that training went on from; default: the live one.")
 @opts.assignments("--table-key TABLE=FQN", "The table_fqn of a table that does not end in its name.")
+@opts.count(
+    "--from-step", "Begin with this step, though it was published before; default: behind what was.", 0, None, 0
+)
 @opts.switch("--follow", "Go on with files as they come, until it is interrupted.")
 @opts.registry_option
 @opts.store_options("The fleet's store: where the registry is by default, and of tables divided by popularity needed.")
@@ -56,7 +59,7 @@ def import_(
             raise ConfigError(f"--version: no version of {model!r} is wanted; name the one that training went on from")
         opened = None if store is None else open_store(store)
         publisher = AsyncDeltaPublisher(fleet.registry, model, base, opened, name=PUBLISHER)
-        more = {"follow": follow, "table_keys": options["table_key"]}
+        more = {"follow": follow, "table_keys": options["table_key"], "from_step": options["from_step"]}
         async for done in import_deltas(folder, fleet.registry, publisher, **more):
             unknown = f"; no table of the model: {', '.join(done.unknown)}" if done.unknown else ""
             age = human_time(max(0.0, time.time() - done.path.stat().st_mtime))

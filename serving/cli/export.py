@@ -147,7 +147,7 @@ def write_version(checkpoint: Checkpoint, description: Path, place: StorePlace, 
     from loader.snapshot.publishing import rows_bytes_of
     from loader.snapshot.writer import export_snapshot
     from router.torchrec_plan import read_plan
-    from serving.exporting import match_model, read_description
+    from serving.exporting import check_blocks, match_model, read_description
 
     levers = {name: options[name] for name in ("ids", "prune", "keep_share", "keep")}
     blocks, plan, described = options["blocks"], None, read_description(description)
@@ -171,7 +171,7 @@ def write_version(checkpoint: Checkpoint, description: Path, place: StorePlace, 
     rows, dense = match_model(checkpoint, spec, dense_names=_read_dense_names(options["dense_map"]), **names)
     for line in checkpoint.notes:
         click.echo(line)
-    _check_blocks(spec, rows, classes)
+    check_blocks(spec, rows, classes)
     rows |= {one: chosen_rows(one, rows[one], chosen) for one, chosen in kept.items()}
     seen = {table.name for table in spec.logical_tables}
     whole = {table: one for table, one in counts.items() if table in seen}
@@ -400,17 +400,6 @@ def _row_classes(spec: ModelSpec, table: str, path: Path) -> RowClasses:
     if low < 0 or high >= blocks:
         raise ExportError(f"--blocks: {path}: blocks {low} to {high}; table {table!r} has 0 to {blocks - 1}")
     return RowClasses.of(found, blocks)
-
-
-def _check_blocks(spec: ModelSpec, given: Collection[str], classes: Collection[str]) -> None:
-    """Raise ExportError for a table that training divided, of which nobody says how: counts could only guess it."""
-    for table in spec.divided:
-        is_given = table.name not in given and set(table.parts) <= set(given)
-        if is_given and table.num_classes > 1 and table.name not in classes:
-            raise ExportError(
-                f"table {table.name!r}: the checkpoint has rows of its parts {list(table.parts)}; which block training "
-                f"gave each row, --blocks {table.name}=FILE has to say"
-            )
 
 
 def _check_tables(flag: str, known: Collection[str], tables: Iterable[str]) -> None:

@@ -171,26 +171,67 @@ async def test_tables_are_found_by_name_or_as_they_are_told(registry, tmp_path):
     assert await published(registry) == [("user", {0: ones(1)}), ("item", {2: ones(3)})]
 
 
+async def test_rows_of_two_tables_that_end_alike_are_refused(registry, tmp_path):
+    dump(tmp_path / "dumps", 1, {"a.user": {0: ones(1)}, "b.user": {1: ones(2)}})
+    with pytest.raises(DeltaFormatError, match=r"'b\.user' and 'a\.user' are both rows of table 'user'"):
+        await run(registry, tmp_path / "dumps")
+    # One that is named is no other one's.
+    (done,) = await run(registry, tmp_path / "dumps", table_keys={"user": "b.user"})
+    assert (done.rows, done.unknown) == (1, ("a.user",))
+
+
+async def test_steps_are_published_again_from_the_one_that_is_named(registry, tmp_path):
+    folder = tmp_path / "dumps"
+    for step in (1, 2, 3):
+        dump(folder, step, {"user": {0: ones(step)}})
+    await run(registry, folder)
+    assert [done.step for done in await run(registry, folder, from_step=2)] == [2, 3]
+    assert await run(registry, folder) == []
+    dump(folder, 2, {"user": {1: ones(9)}})
+    assert [done.step for done in await run(registry, folder, from_step=2, table_keys={"user": "user"})] == [2, 3]
+
+
+async def test_rows_of_tables_by_turns_are_few_deltas(registry, tmp_path):
+    rows = [(name, row) for row in range(300) for name in ("user", "item")]
+    columns = {
+        "table_fqn": pa.array([name for name, _ in rows]),
+        "key_id": pa.array([row for _, row in rows], pa.int64()),
+        "embedding": pa.array([ones(row) for _, row in rows], pa.list_(FLOAT)),
+        "global_step": pa.array([1] * len(rows), pa.int64()),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "dumps" / "delta_embedding_step_1.parquet")
+    await run(registry, tmp_path / "dumps")
+    assert await published(registry) == [(name, {row: ones(row) for row in range(300)}) for name in ("user", "item")]
+
+
 REFUSED = {
     "cut": (lambda at: at.write_bytes(at.read_bytes()[:-20]), "can't be read as rows with"),
     "other columns": (lambda at: pq.write_table(pa.table({"x": [1]}), at), "can't be read as rows with"),
     "nulls": (lambda at: dump(at.parent, 1, {"user": {0: ones(1)}}, key_id=pa.array([None], pa.int64())), "found some"),
     "another step": (
         lambda at: dump(at.parent, 1, {"user": {0: ones(1)}}, global_step=pa.array([3], pa.int64())),
-        r"expected key_id int64 of step 1, found key_id int64, steps \[3\]",
+        r"expected rows of step 1, found \[3\]",
     ),
     "texts": (
         lambda at: dump(at.parent, 1, {"user": {0: ["a"] * 6}}, of=pa.string()),
-        r"table 'user': expected embeddings of float or uint8, all as wide, found string of widths \[6\]",
+        r"of types \[.*\], found \['string', 'int64', 'list<element: string>', 'int64'\]",
     ),
     "widths": (
         lambda at: dump(at.parent, 1, {"user": {0: ones(1), 1: [1.0]}}),
-        r"table 'user': expected embeddings .* found float of widths \[1, 6\]",
+        r"table 'user': expected embeddings of float, all as wide, at least 1, found widths \[1, 6\]",
     ),
     "another dim": (lambda at: dump(at.parent, 1, {"user": {0: [1.0]}}), r"values are \[1, 1\], expected \[1, 6\]"),
     "few bytes": (
         lambda at: dump(at.parent, 1, {"user": {0: [1, 2, 3]}}, of=pa.uint8()),
-        r"found uint8 of widths \[3\]",
+        r"expected embeddings of uint8, all as wide, at least 5, found widths \[3\]",
+    ),
+    "wide": (
+        lambda at: dump(at.parent, 1, {"user": {0: [1.0] * 11}}),
+        r"expected embeddings of at most 10 values, found 11 in all",
+    ),
+    "number": (
+        lambda at: dump(at.parent, 1, {"user": {0: ones(1)}}, embedding=pa.array([1.0], FLOAT)),
+        r"found \['string', 'int64', 'float', 'int64'\]",
     ),
     "outside": (lambda at: dump(at.parent, 1, {"user": {400: ones(1)}}), r"row 400 is not in 0\.\.399"),
     "NaN": (lambda at: dump(at.parent, 1, {"user": {4: ones("nan")}}), "row 4 holds NaN"),

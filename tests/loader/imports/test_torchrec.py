@@ -111,17 +111,17 @@ def with_first(tensor: torch.Tensor, value: int) -> torch.Tensor:
         (
             lambda: changed(f"{MODULE}_mch_sorted_raw_ids", lambda ids: ids.to(torch.int32)),
             ZCH,
-            r"_mch_sorted_raw_ids: int64 \[48\], at most one for each row, found int32 \[48\]",
+            r"_mch_sorted_raw_ids: torch.int64 \[48\], at most one for each row, found torch.int32 \[48\]",
         ),
         (
             lambda: changed(f"{MODULE}_mch_sorted_raw_ids", lambda ids: torch.cat([ids, ids])),
             ZCH,
-            r"_mch_sorted_raw_ids: int64 \[48\], at most one for each row, found int64 \[96\]",
+            r"_mch_sorted_raw_ids: torch.int64 \[48\], at most one for each row, found torch.int64 \[96\]",
         ),
         (
             lambda: changed(f"{HASHED}_hash_zch_identities", lambda ids: torch.cat([ids, ids])),
             MPZCH,
-            r"_hash_zch_identities: int64 \[20\], at most one for each row, found int64 \[40\]",
+            r"_hash_zch_identities: torch.int64 \[20\], at most one for each row, found torch.int64 \[40\]",
         ),
         (
             lambda: changed(f"{MODULE}_mch_remapped_ids_mapping", lambda rows: with_first(rows, 48)),
@@ -141,12 +141,12 @@ def with_first(tensor: torch.Tensor, value: int) -> torch.Tensor:
         (
             lambda: changed(f"{MODULE}_mch_remapped_ids_mapping", lambda rows: rows[:-1]),
             ZCH,
-            r"_mch_remapped_ids_mapping: int64 \[48\], at most one for each row, found int64 \[47\]",
+            r"_mch_remapped_ids_mapping: torch.int64 \[48\], at most one for each row, found torch.int64 \[47\]",
         ),
         (
             lambda: changed(f"{MODULE}_mch_remapped_ids_mapping", lambda rows: rows.to(torch.float32)),
             ZCH,
-            r"_mch_remapped_ids_mapping: int64 \[48\], at most one for each row, found float32 \[48\]",
+            r"_mch_remapped_ids_mapping: torch.int64 \[48\], at most one for each row, found torch.float32 \[48\]",
         ),
     ],
 )

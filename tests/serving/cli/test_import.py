@@ -144,7 +144,7 @@ def test_rows_of_another_dim_or_without_the_keys_that_are_described_are_refused(
         "name": "films", "num_embeddings": 60, "embedding_dim": 8, "feature_names": ["films"]
     }  # fmt: skip
     (tmp_path / "shop.json").write_text(json.dumps(described))
-    assert "'films' has keys, the description gives it none" in import_(tmp_path, words, code=1)
+    assert "'films' has keys, the description has none; allowed is int64" in import_(tmp_path, words, code=1)
 
 
 def test_a_description_is_printed_or_written_once(tmp_path: Path) -> None:
