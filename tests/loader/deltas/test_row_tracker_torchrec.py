@@ -16,6 +16,7 @@ from loader.deltas.row_tracker import RowTracker
 from loader.registry import open_registry
 from loader.registry.fleet import delta_stream
 from shardrank_testing.deltas import MODEL, export_state, read_entry, register_version
+from shardrank_testing.foreign_checkpoints import import_torchrec
 from shardrank_testing.snapshots import model_of, random_tables, table_of
 
 pytestmark = pytest.mark.nightly
@@ -93,7 +94,7 @@ def published(folder):
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize(("kind", "ranks"), [("table_wise", 1), ("row_wise", 1), ("row_wise", 2), ("table_wise", 2)])
 def test_each_rank_publishes_the_rows_that_it_has(tmp_path, kind, ranks, optimizer):
-    pytest.importorskip("torchrec", reason="TorchRec is not installed")
+    import_torchrec()
 
     async def publish():
         registry = open_registry(tmp_path / "registry")

@@ -15,6 +15,7 @@ import torch
 
 from loader.checkpoints import Checkpoint
 from loader.imports.kinds import open_import
+from shardrank_testing.foreign_checkpoints import import_torchrec
 
 ROWS, DIM, STEPS = 64, 8, 12
 
@@ -22,7 +23,7 @@ ROWS, DIM, STEPS = 64, 8, 12
 @pytest.fixture(scope="module")
 def torchrec() -> Any:
     # Not only if it is not there: an installation for another PyTorch can't be loaded.
-    return pytest.importorskip("torchrec", reason="torchrec is not installed", exc_type=ImportError)
+    return import_torchrec()
 
 
 def bags_of(torchrec: Any, ids: list[int]) -> Any:

@@ -5,7 +5,9 @@ Layouts are those of the systems' sources, which the docstrings in `loader/impor
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import pickle
 import warnings
 import zipfile
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 EXTREME_KEYS = (0, -1, 1, 2**63 - 1, -(2**63), 2**31, -(2**31), 2**32 + 5)
@@ -257,3 +260,10 @@ def save_distributed(folder: Path, state: Mapping[str, torch.Tensor], ranks: int
         metadata.storage_data[MetadataIndex(name, offsets, len(entry.chunks) - 1)] = stored[key]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     return folder
+
+
+def import_torchrec() -> Any:
+    """The real TorchRec. Where NEEDS_TORCHREC is set it has to be there, else the test is skipped without it."""
+    if os.environ.get("NEEDS_TORCHREC"):
+        return importlib.import_module("torchrec")
+    return pytest.importorskip("torchrec", reason="TorchRec is not installed", exc_type=ImportError)
