@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -47,14 +46,12 @@ def read_description(given: Description) -> ModelDescription:
     """Return the model that a JSON file, or what is in one, describes. Raises ExportError: each field that is wrong."""
     if isinstance(given, ModelDescription):
         return given
-    if isinstance(given, Mapping):
-        where, content = "", json.dumps(given).encode()
-    else:
+    with refused_as(ExportError, "" if isinstance(given, Mapping) else f"{given}: ", ModelDescription):
+        if isinstance(given, Mapping):
+            return ModelDescription.model_validate(given)
         if (size := Path(given).stat().st_size) > MAX_DESCRIPTION_BYTES:
             raise ExportError(f"{given}: {size} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
-        where, content = f"{given}: ", Path(given).read_bytes()
-    with refused_as(ExportError, where, ModelDescription):
-        return ModelDescription.model_validate_json(content, strict=True)
+        return ModelDescription.model_validate_json(Path(given).read_bytes(), strict=True)
 
 
 def compiled(

@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 class _TrackedTable:
     """One table's rows, or a rank's part of them, and which of them changed.
 
-    `weight` is float [rows, dim], its first row is `first_row` of the table; `current` returns what the module has now.
-    Ranks of `group`, if there is one, have a copy each.
+    `weight` is float [rows, dim], its first row is `first_row` of the table; `current` returns what the module has now,
+    if that may change. Ranks of `group`, if there is one, have a copy each.
     """
 
     def __init__(
         self,
         name: str,
         weight: Tensor,
-        current: Callable[[], Tensor],
+        current: Callable[[], Tensor] | None = None,
         *,
         group: Any = None,
         first_row: int = 0,
@@ -61,7 +61,7 @@ class _TrackedTable:
 
     def check(self) -> None:
         """Raise DeltaError if the module has other rows than those that are tracked."""
-        if self._current() is not self.weight:
+        if self._current is not None and self._current() is not self.weight:
             raise DeltaError(f"table {self.name!r}: the module has another parameter now: track it anew")
 
     def stepped(self, optimizer: Optimizer | None) -> None:
@@ -290,19 +290,15 @@ def _sharded(name: str, parameter: Any, lookups: Iterable[Any], closing: ExitSta
                 if config.name != name:
                     continue
                 if config.local_metadata is None:
-                    yield _TrackedTable(name, parameter, partial(_same, parameter), group=lookup.process_group)
+                    yield _TrackedTable(name, parameter, group=lookup.process_group)
                     continue
                 if weight.shape[1] != config.embedding_dim:
                     raise DeltaError(f"table {name!r}: divided by columns over ranks; rows are published whole")
                 first = config.local_metadata.shard_offsets[0]
-                tracked = _TrackedTable(name, weight, partial(_same, weight), first_row=first)
+                tracked = _TrackedTable(name, weight, first_row=first)
                 note = partial(_note_features, tracked, config.feature_names)
                 closing.callback(inner.register_forward_pre_hook(note).remove)
                 yield tracked
-
-
-def _same(weight: Tensor) -> Tensor:
-    return weight
 
 
 def _note_features(tracked: _TrackedTable, features: Sequence[str], module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from loader.checkpoints import Checkpoint
 from loader.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from loader.checkpoints import Checkpoint
 
 Kind = Literal["dynamicemb", "tzrec", "torchrec", "hps", "tfra", "numpy"]
 _TODO_SIDE = "TODO: context or candidate"

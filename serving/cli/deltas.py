@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @click.group(cls=GroupWithExamples)
 def deltas() -> None:
-    """Publish changed rows of a model from files, where training does not by itself."""
+    """Publish changed rows of a model from files, where training does not by itself.
+
+    Examples:
+      shardrank deltas import --from tzrec run/delta_embedding_dump --model films --store models --follow
+    """
 
 
 @deltas.command("import")
