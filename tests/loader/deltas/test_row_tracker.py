@@ -17,8 +17,7 @@ from loader.deltas.blocking_publisher import DeltaPublisher
 from loader.deltas.row_tracker import RowTracker
 from loader.errors import DeltaError
 from loader.registry import open_registry
-from loader.registry.fleet import delta_stream
-from shardrank_testing.deltas import MODEL, export_state, read_entry, register_version
+from shardrank_testing.deltas import MODEL, export_state, published_rows, register_version
 from shardrank_testing.snapshots import model_of, random_tables, table_of
 
 ROWS = {"user": 300, "item": 500}
@@ -71,21 +70,6 @@ def registry(tmp_path):
     return asyncio.run(publish())
 
 
-def published(registry: str) -> dict[str, dict[int, np.ndarray]]:
-    """The rows of all deltas, by table and number, as they were published last."""
-
-    async def read() -> dict[str, dict[int, np.ndarray]]:
-        opened, tail = open_registry(registry), None
-        rows: dict[str, dict[int, np.ndarray]] = {name: {} for name in ROWS}
-        for entry in await opened.read(delta_stream(MODEL, 1), 0, max_entries=10_000, max_bytes=1 << 30):
-            batch, tail = await read_entry(opened, delta_stream(MODEL, 1), entry, tail)
-            rows[batch.table] |= dict(zip(batch.rows.tolist(), batch.stored.copy().view(np.float32), strict=True))
-        await opened.close()
-        return rows
-
-    return asyncio.run(read())
-
-
 def sgd(parameters, **options):
     return torch.optim.SGD(parameters, lr=0.1, **options)
 
@@ -118,7 +102,7 @@ def test_what_is_tracked_is_what_changed(registry, name, every_steps):
     before = rows_of(model)
     with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, every_steps=every_steps):
         train(model, optimizers, 10, draw)
-    after, told = rows_of(model), published(registry)
+    after, told = rows_of(model), published_rows(registry, ROWS)
     for table in ROWS:
         changed = np.flatnonzero((before[table] != after[table]).any(axis=1))
         assert set(changed) <= told[table].keys()
@@ -146,7 +130,7 @@ def test_rows_come_after_so_many_steps_of_every_optimizer_and_at_the_end(registr
             train(model, optimizers, 1, draw)
             assert publisher.sequence == first
         assert publisher.sequence > first
-    told, last = published(registry), rows_of(model)
+    told, last = published_rows(registry, ROWS), rows_of(model)
     for table in ROWS:
         assert (after[table] != last[table]).any()
         assert all((told[table][row] == last[table][row]).all() for row in told[table])
@@ -171,7 +155,10 @@ def test_gradients_of_several_passes_are_of_one_step(registry):
             model(torch.tensor([user]), torch.tensor([user]), torch.tensor([0])).sum().backward()
         assert publisher.sequence == 0
         optimizer.step()
-    assert {table: sorted(rows) for table, rows in published(registry).items()} == {"user": [3, 5], "item": [3, 5]}
+    assert {table: sorted(rows) for table, rows in published_rows(registry, ROWS).items()} == {
+        "user": [3, 5],
+        "item": [3, 5],
+    }
 
 
 def test_lookups_that_train_nothing_are_not_rows_of_a_step(registry):
@@ -182,7 +169,7 @@ def test_lookups_that_train_nothing_are_not_rows_of_a_step(registry):
         with torch.no_grad():
             model.train()(*asked)
         tracker.step()
-    assert published(registry) == {"user": {}, "item": {}}
+    assert published_rows(registry, ROWS) == {"user": {}, "item": {}}
 
 
 def test_what_could_not_be_published_stays_changed(registry):
@@ -199,7 +186,7 @@ def test_what_could_not_be_published_stays_changed(registry):
         tracker._publisher = publisher
         tracker.flush()
         tracker.close()
-    assert {table: sorted(rows) for table, rows in published(registry).items()} == {"user": [3], "item": [4]}
+    assert {table: sorted(rows) for table, rows in published_rows(registry, ROWS).items()} == {"user": [3], "item": [4]}
 
 
 def test_shared_rows_are_tracked_in_every_module(registry):
@@ -210,7 +197,7 @@ def test_shared_rows_are_tracked_in_every_module(registry):
         optimizer = sgd([model.user.weight])
         (model.user(torch.tensor([1])).sum() + model.seen(torch.tensor([2])).sum()).backward()
         optimizer.step()
-    assert sorted(published(registry)["user"]) == [1, 2]
+    assert sorted(published_rows(registry, ROWS)["user"]) == [1, 2]
 
 
 def test_rows_without_a_module_are_tracked_by_their_parameter(registry):
@@ -224,7 +211,7 @@ def test_rows_without_a_module_are_tracked_by_their_parameter(registry):
     with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, **every):
         F.embedding(torch.tensor([7, 8]), model.rows).sum().backward()
         sgd(model.parameters()).step()
-    assert sorted(published(registry)["user"]) == [7, 8]
+    assert sorted(published_rows(registry, ROWS)["user"]) == [7, 8]
 
 
 def test_rows_that_are_weights_of_a_layer_as_well_are_all_found(registry):
@@ -232,7 +219,7 @@ def test_rows_that_are_weights_of_a_layer_as_well_are_all_found(registry):
     with DeltaPublisher(registry, MODEL, 1) as publisher, RowTracker(model, publisher, every_steps=1):
         (model.user(torch.tensor([3])) @ model.user.weight.T).square().sum().backward()
         sgd(model.parameters()).step()
-    assert len(published(registry)["user"]) == ROWS["user"]
+    assert len(published_rows(registry, ROWS)["user"]) == ROWS["user"]
 
 
 def test_rows_of_every_optimizer_that_a_table_had_are_published(registry):
@@ -251,7 +238,7 @@ def test_rows_of_every_optimizer_that_a_table_had_are_published(registry):
         first.state.clear()
         train(model, [first], 8, draw)
         assert publisher.sequence > sequence
-    after, told = rows_of(model), published(registry)
+    after, told = rows_of(model), published_rows(registry, ROWS)
     for table in ROWS:
         assert set(np.flatnonzero((before[table] != after[table]).any(axis=1))) <= told[table].keys()
         assert all((told[table][row] == after[table][row]).all() for row in told[table])
@@ -264,7 +251,7 @@ def test_decay_that_has_ended_since_has_moved_all_rows(registry):
         train(model, [optimizer], 1, draw)
         optimizer.param_groups[0]["weight_decay"] = 0.0
         train(model, [optimizer], 1, draw)
-    assert {table: len(rows) for table, rows in published(registry).items()} == ROWS
+    assert {table: len(rows) for table, rows in published_rows(registry, ROWS).items()} == ROWS
 
 
 def test_weights_that_are_loaded_are_changed(registry):
@@ -272,7 +259,7 @@ def test_weights_that_are_loaded_are_changed(registry):
     with DeltaPublisher(registry, MODEL, 1) as publisher:
         with RowTracker(model, publisher, every_steps=100):
             model.load_state_dict(other.state_dict())
-        assert {table: len(rows) for table, rows in published(registry).items()} == ROWS
+        assert {table: len(rows) for table, rows in published_rows(registry, ROWS).items()} == ROWS
         weights = model.user.weight, model.embedding_bags["item"].weight
         with RowTracker(model, publisher, every_steps=1):
             with pytest.raises(DeltaError, match="'user': the module has another parameter now: track it anew"):
@@ -370,7 +357,7 @@ def test_ranks_with_copies_publish_together_what_changed(registry, tmp_path, nam
         port = listener.getsockname()[1]
     torch.multiprocessing.spawn(train_rank, (2, port, tmp_path, name), nprocs=2)
     (changed, after), other = (torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2))
-    told = published(registry)
+    told = published_rows(registry, ROWS)
     for table in ROWS:
         assert (after[table] == other[1][table]).all()
         assert set(changed[table]) <= told[table].keys()

@@ -14,8 +14,7 @@ import torch.multiprocessing as mp
 from loader.deltas.blocking_publisher import DeltaPublisher
 from loader.deltas.row_tracker import RowTracker
 from loader.registry import open_registry
-from loader.registry.fleet import delta_stream
-from shardrank_testing.deltas import MODEL, export_state, read_entry, register_version
+from shardrank_testing.deltas import MODEL, export_state, published_rows, register_version
 from shardrank_testing.foreign_checkpoints import import_torchrec
 from shardrank_testing.snapshots import model_of, random_tables, table_of
 
@@ -79,18 +78,6 @@ def train_rank(rank, ranks, port, folder, kind, optimizer):
     torch.distributed.destroy_process_group()
 
 
-def published(folder):
-    async def read():
-        registry, tail, rows = open_registry(folder / "registry"), None, {name: {} for name in ROWS}
-        for entry in await registry.read(delta_stream(MODEL, 1), 0, max_entries=10_000, max_bytes=1 << 30):
-            batch, tail = await read_entry(registry, delta_stream(MODEL, 1), entry, tail)
-            rows[batch.table] |= dict(zip(batch.rows.tolist(), batch.stored.copy().view(np.float32), strict=True))
-        await registry.close()
-        return rows
-
-    return asyncio.run(read())
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize(("kind", "ranks"), [("table_wise", 1), ("row_wise", 1), ("row_wise", 2), ("table_wise", 2)])
 def test_each_rank_publishes_the_rows_that_it_has(tmp_path, kind, ranks, optimizer):
@@ -105,7 +92,7 @@ def test_each_rank_publishes_the_rows_that_it_has(tmp_path, kind, ranks, optimiz
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     mp.spawn(train_rank, (ranks, port, tmp_path, kind, optimizer), nprocs=ranks)
-    told, changed = published(tmp_path), {name: {} for name in ROWS}
+    told, changed = published_rows(tmp_path / "registry", ROWS), {name: {} for name in ROWS}
     for rank in range(ranks):
         for table, rows in torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False).items():
             changed[table] |= rows

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from loader.deltas.chain import (
     partitions_of,
 )
 from loader.description import ModelDescription
+from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry, delta_stream
 from loader.registry.registry import Registry, StreamEntry
 from loader.snapshot.codecs import RowCodec
@@ -247,3 +250,18 @@ class StreamWriter:
 def encoded(table: TableSpec, values: np.ndarray) -> npt.NDArray[np.uint8]:
     """Rows as a table stores them."""
     return RowCodec(table.dtype, table.embedding_dim).encode(np.asarray(values, np.float32))
+
+
+def published_rows(registry: str | Path, tables: Iterable[str]) -> dict[str, dict[int, np.ndarray]]:
+    """Return the float32 rows of all deltas of version 1, by table and number, as they were published last."""
+
+    async def read() -> dict[str, dict[int, np.ndarray]]:
+        opened, tail = open_registry(registry), None
+        rows: dict[str, dict[int, np.ndarray]] = {name: {} for name in tables}
+        for entry in await opened.read(delta_stream(MODEL, 1), 0, max_entries=10_000, max_bytes=1 << 30):
+            batch, tail = await read_entry(opened, delta_stream(MODEL, 1), entry, tail)
+            rows[batch.table] |= dict(zip(batch.rows.tolist(), batch.stored.copy().view(np.float32), strict=True))
+        await opened.close()
+        return rows
+
+    return asyncio.run(read())
