@@ -81,6 +81,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clean
 
 
+@pytest.mark.nightly
 def test_an_installed_wheel_runs_its_command(installed: Path, tmp_path: Path):
     code = "import shardrank, serving; shardrank.Ranker; print(shardrank.__file__); print(serving.__file__)"
     files = call(installed / "bin/python", "-W", "error", "-c", code, cwd=tmp_path).split()

@@ -60,6 +60,7 @@ def test_the_demo_reports_from_a_fleet_and_serves_on_until_ctrl_c(movielens: Pat
     assert (store / "films" / "1" / "manifest.json").is_file()
 
 
+@pytest.mark.nightly
 def test_the_demo_needs_no_data(tmp_path: Path) -> None:
     report_file = tmp_path / "report.json"
     arguments = ("--shards", "1", "--once", "--ratings", "2500", "--epochs", "1", "--json", str(report_file))

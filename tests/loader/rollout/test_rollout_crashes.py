@@ -564,7 +564,7 @@ class Play:
         self.fleet.clock.now += seconds
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=st.lists(ACTIONS, max_size=30),
     strategy=st.sampled_from(["beside", "by-replica"]),

@@ -51,6 +51,7 @@ def test_lookup_compares_five_ways_to_read_the_same_rows(bench) -> None:
         assert times["bare op"] < times["Unix socket"]
 
 
+@pytest.mark.nightly
 def test_deltas_are_applied_beside_lookups(bench) -> None:
     tables, _ = bench("deltas", "--seconds", "0.4", "--rows", "2000", "--rows-per-s", "1000", rounds=2)
     subjects = tables["lookups beside row updates"]
@@ -97,6 +98,7 @@ def test_two_checkouts_are_measured_in_alternation(bench, checkout: Path) -> Non
     assert "account" not in document
 
 
+@pytest.mark.nightly
 def test_rows_by_keys_are_measured_against_a_vocabulary_of_the_same_ids(bench) -> None:
     """That both give the same scores is checked in each round."""
     tables, _ = bench("serving", *SMALL, "--keyed")

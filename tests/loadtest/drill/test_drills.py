@@ -56,6 +56,7 @@ def test_swap(tmp_path: Path, rows: str):
     assert report["rss_mb_before"] > 100
 
 
+@pytest.mark.nightly
 def test_broken(tmp_path: Path):
     counts = "--truncations 5 --bit-flips 20 --damaged-in-store 1"
     report = run(tmp_path, f"broken {ONE_NODE}{counts} --keep {tmp_path / 'kept'}")

@@ -43,7 +43,7 @@ async def serving(folder: Path, version: int = 1) -> AsyncIterator[Server]:
         await asyncio.to_thread(service.close)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, pytest.param(2, marks=pytest.mark.nightly)])
 async def test_right_answers_over_all_apis(tmp_path: Path, version: int):
     file = tmp_path / "answers.npy"
     async with serving(tmp_path, version) as server, running_load(SMALL, server, file) as load:
@@ -91,6 +91,7 @@ async def test_the_load_outlives_its_server(tmp_path: Path):
     assert set(answers["version"][failed]) == {0}
 
 
+@pytest.mark.nightly
 async def test_a_killed_load_ends_the_drill(tmp_path: Path):
     async def drill() -> None:
         async with serving(tmp_path) as server, running_load(SMALL, server, tmp_path / "answers.npy") as load:

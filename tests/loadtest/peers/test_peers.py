@@ -97,6 +97,7 @@ def test_batches_are_scored_as_each_request_alone(servers, monkeypatch, hotness)
                 np.testing.assert_allclose(np.frombuffer(answer, "<f4"), scores, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_the_command_compares_with_fastapi(tmp_path: Path, environments: Path):
     """Scores of shardrank and of FastAPI in both forms are the same, to 1e-4, before anything is measured."""
     json_file = tmp_path / "peers.json"

@@ -119,6 +119,7 @@ def test_the_deltas_of_the_page_are_published(folder: Path) -> None:
     assert "delta_embedding_step_5.parquet: step 5, rank 0: 2 rows" in run("Deltas")
 
 
+@pytest.mark.nightly
 def test_the_trainer_of_the_page_exports_and_publishes_what_it_changes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

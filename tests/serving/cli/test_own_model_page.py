@@ -74,6 +74,7 @@ def test_a_model_of_ones_own_is_rolled_out_under_load_in_a_hundred_lines(folder:
         assert answer["scores"] == pytest.approx(golden, abs=0.02)
 
 
+@pytest.mark.nightly
 def test_what_training_saved_is_exported_and_scores_the_same(folder: Path) -> None:
     (saving,) = blocks(REFERENCE, "py")
     export = next(block for block in blocks(REFERENCE) if block.startswith("shardrank export --checkpoint"))

@@ -128,8 +128,8 @@ def test_a_node_whose_cards_have_failed_leaves_with_their_error(folder: Path, fi
     ("command", "name"),
     [
         ("shard-node", "{folder}/notify"),
-        ("alone", "@{folder}/notify"),
-        ("serve", "{folder}/notify"),
+        pytest.param("alone", "@{folder}/notify", marks=pytest.mark.nightly),
+        pytest.param("serve", "{folder}/notify", marks=pytest.mark.nightly),
         ("workers", "@{folder}/notify"),
     ],
 )

@@ -63,11 +63,6 @@ def expected_counts(folder: Path) -> tuple[Counter[str], int]:
     return counts, most
 
 
-def test_its_help_says_what_it_takes() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
-    assert "--forget-after BLOCKS" in done.stdout
-
-
 @pytest.mark.nightly
 def test_the_fleet_scores_as_the_trainer_does_after_every_block(report: dict[str, Any]) -> None:
     """Known keys by the rows that were upserted, new and deleted ones by the mean, with the dense weights in step."""

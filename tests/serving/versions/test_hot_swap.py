@@ -87,7 +87,11 @@ async def swap(fleet: AgentFleet, old: int, new: int) -> None:
         await fleet.until_state(node, MODEL, old, None)
 
 
-@pytest.mark.parametrize("hot_rows", [None, HotRowsConfig(size_bytes=200_000)], ids=["no hot rows", "hot rows"])
+@pytest.mark.parametrize(
+    "hot_rows",
+    [pytest.param(None, marks=pytest.mark.nightly), HotRowsConfig(size_bytes=200_000)],
+    ids=["no hot rows", "hot rows"],
+)
 async def test_flips_under_load_fail_nothing_and_mix_nothing(versions, store, folder, hot_rows):
     async with agent_fleet(folder, store) as fleet:
         node, service = await with_live(fleet, versions, hot_rows=hot_rows)

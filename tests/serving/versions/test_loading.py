@@ -256,7 +256,7 @@ def bytes_by_form(service: RankingService) -> dict[str, float]:
     return {form: float(size) for form, size in found if float(size)}
 
 
-@pytest.mark.parametrize("num_replicas", [0, 1])
+@pytest.mark.parametrize("num_replicas", [0, pytest.param(1, marks=pytest.mark.nightly)])
 async def test_the_narrowest_sums_are_sent_that_golden_scores_allow(tmp_path, num_replicas):
     spec = api_spec()
     wider = [table.model_copy(update={"embedding_dim": 4 * table.embedding_dim}) for table in spec.tables]

@@ -62,8 +62,10 @@ def engines(request, stored) -> Iterator[tuple[Engine, ReferenceEngine]]:
     engine.close()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("max_bags", "max_hotness"), [(1, 1), (8, 1), (6, 3), (6, 20), (2, 1000), (2048, 2), (0, 0)])
+@pytest.mark.parametrize(
+    ("max_bags", "max_hotness", "weighted"),
+    [(1, 1, False), (8, 1, True), (6, 3, False), (6, 20, True), (2, 1000, False), (2048, 2, True), (0, 0, False)],
+)
 def test_pooled_bags_and_answers_are_the_references(engines, weighted, max_bags, max_hotness):
     engine, reference = engines
     rng = np.random.default_rng(max_bags * 7919 + max_hotness)

@@ -134,7 +134,7 @@ WRITES, MAX_WRITES = 100, 100_000
 TIMEOUT_S = 60.0
 
 
-@pytest.mark.parametrize("slices", [(), SLICES], ids=["one table", "slices"])
+@pytest.mark.parametrize("slices", [pytest.param((), marks=pytest.mark.nightly), SLICES], ids=["one table", "slices"])
 @on_every_engine
 def test_no_pooled_row_is_torn(where, slices, tmp_path):
     """Threads pool and answer while rows are rewritten: a row is one of two patterns, in all of its slices."""
