@@ -56,7 +56,6 @@ def _head(text: str) -> Head:
     "--model FILE",
     "A model description, a snapshot's folder or manifest, or a published model by name: dlrm-v2, merlin-tiny, -small, "
     "-medium, -large, -jumbo, -colossal, textbook; with :SCALE for that share of its rows.",
-    required=True,
 )
 @opts.option(
     "--system",
@@ -106,6 +105,14 @@ def _head(text: str) -> Head:
 @opts.ids_option
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.pruning_options
+@opts.switch("--training", "Reckon what a step of training sends, in place of serving.")
+@opts.count("--params", "With --training: parameters of the dense half, P.")
+@opts.count("--workers", "With --training: processes that train, K.")
+@opts.count("--servers", "With --training: parameter servers, S.")
+@opts.count("--rows", "With --training: rows of the table, V.")
+@opts.count("--dim", "With --training: numbers of a row.")
+@opts.count("--worker-ids", "With --training: different rows that a worker looks up in a step.")
+@opts.count("--number-bytes", "With --training: of a parameter and of a gradient. Default: 4.")
 @opts.switch("--compare", "Choose for each table how it is divided, and compare with dividing all tables alike.")
 @opts.option("--out", "Choose for each table, and write the plan to FILE, for `--plan`.", opts.WRITABLE_FILE)
 @opts.json_flag("the plan")
@@ -121,6 +128,8 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     on a shard, by rows, by columns, by both, or copied to every shard, by the time of the slowest shard and of the
     network, and by how often rows are looked up. docs/plan.md is about it.
 
+    With --training: what a step of data-parallel training sends by parameter servers and by all-reduce.
+
     Examples:
       shardrank plan --model models/shop/3 --measure
       shardrank plan --model shop.json --system cpu --cores 16 --ram-gb 60 --shards 2 --versions 2
@@ -133,6 +142,7 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
       shardrank plan --model textbook --dtype fp32 --shards 16 --cards 1 --batch 65536
       shardrank plan --model merlin-jumbo --shards 4 --cards 8 --compare
       shardrank plan --model models/shop/3 --shards 2 --cards 4 --out plan.json
+      shardrank plan --training --params 50000000 --workers 8 --servers 1 --rows 100000000 --dim 128 --worker-ids 4096
     """
     from pydantic_core import to_jsonable_python
 
@@ -140,7 +150,19 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     from router.planning.capacity import capacity
     from router.planning.division import best_division
     from router.planning.inputs import CapacityOptions, NetworkOptions
+    from router.planning.training import TrainingStep, training_traffic
 
+    of_training = {name: options.pop(name) for name in TrainingStep.model_fields}
+    given = {name: value for name, value in of_training.items() if value is not None}
+    if options.pop("training"):
+        if options["model"] is not None:
+            raise click.UsageError("--model does not go with --training, which takes --rows and --dim.")
+        traffic = training_traffic(config_of(TrainingStep, given))
+        print_json(traffic) if options["as_json"] else print_document(traffic)
+        return
+    if given or options["model"] is None:
+        wrong = [name.replace("_", "-") for name in given]
+        raise click.UsageError(f"--{wrong[0]} goes with --training." if wrong else "Missing option '--model'.")
     spec, profile = planned_model(options)
     profile = profile.with_hotness(spec, options["hotness"])
     profile = replace(profile, **{name: options[name] for name in ("zipf", "head") if options[name] is not None})

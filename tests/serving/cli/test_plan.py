@@ -364,3 +364,15 @@ def test_levers_that_can_not_be_are_named(
 ) -> None:
     result = shardrank("plan", "--model", described(tmp_path, **levers), *flags, code=1)
     assert problem in result.output
+
+
+def test_bytes_of_a_training_step_are_printed_from_flags():
+    model = ("--params", 50_000_000, "--rows", 100_000_000, "--dim", 128)
+    flags = ("--training", *model, "--workers", 8, "--servers", 1, "--worker-ids", 4096)
+    found = planned(*flags)
+    assert (found.dense.all_reduce_link_bytes, found.dense.server_link_bytes) == (0.35e9, 3.2e9)
+    assert (found.table.server_bytes, found.table.all_reduce_bytes) == (33_554_432, 716.8e9)
+    assert found.table.crossover_ids == 87.5e6
+    halved = planned(*flags, "--number-bytes", 2)
+    assert halved.table.server_bytes == 33_554_432 / 2
+    assert "table: server_bytes 33.6 MB, all_reduce_bytes 716.8 GB" in shardrank("plan", *flags).output

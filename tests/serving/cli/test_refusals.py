@@ -173,6 +173,10 @@ REFUSALS = [
     (f"{START} --guard max_p99_ratio=0.5", USAGE, "max_p99_ratio"),
     (f"{START} --strategy at-once", USAGE, "at-once"),
     # Plans.
+    ("plan", USAGE, "Missing option '--model'"),
+    ("plan --model textbook --workers 3", USAGE, "--workers goes with --training"),
+    ("plan --model textbook --training", USAGE, "--model does not go with --training"),
+    ("plan --training --params 5 --rows 7", USAGE, "workers: Field required; servers: Field required"),
     (
         "plan --system h100 --model merlin-jumbo",
         ERROR,
