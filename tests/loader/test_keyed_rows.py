@@ -93,7 +93,8 @@ def test_an_interrupted_export_goes_on_with_the_same_files(tmp_path, given):
 def test_keys_may_be_unsigned_or_strings(tmp_path, given):
     keys, rows = given
     signed, unsigned = (export(tmp_path / name, one, rows) for name, one in (("s", keys), ("u", keys.view(np.uint64))))
-    assert files_of(signed) == files_of(unsigned)
+    # Manifests have the time at which they were written.
+    assert files_of(signed / "tables") == files_of(unsigned / "tables")
     names = [f"film {number}" for number in range(50)]
     snapshot = Snapshot.open(export(tmp_path / "strings", names, rows[:50], kind="string"))
     assert sorted(snapshot.keys("items", 0).tolist()) == sorted(fingerprint_strings(names).tolist())

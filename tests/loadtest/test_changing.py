@@ -24,6 +24,7 @@ from loadtest.drill.fleet import ServedFleet, served_fleet
 from loadtest.peers.run import write_model
 from loadtest.workloads.catalog import BenchShape
 
+pytestmark = pytest.mark.nightly
 SHAPE_MODEL = "bench-mlp"
 SHAPE = BenchShape(features=3, context_features=2, embedding_dim=8, rows=500, dense=3, context_dense=2)
 
@@ -113,7 +114,6 @@ def test_processes_take_turns_in_being_killed_and_restarted(portal, fleet, chang
     assert restarted == {"coordinator"}
 
 
-@pytest.mark.nightly
 def test_a_comparison_has_every_change_and_no_failed_request(tmp_path):
     file = tmp_path / "changing.json"
     given = ["--rounds", "1", "--seconds", "3", "--rows", "20000", "--rows-per-s", "2000", "--workers", "2"]

@@ -63,6 +63,7 @@ def test_deltas_are_applied_beside_lookups(bench) -> None:
 SMALL = ("--rows", "300", "--seconds", "0.15", "--hotness", "1", "--dtype", "float32", "--api", "json")
 
 
+@pytest.mark.nightly
 def test_serving_is_compared_with_the_same_batches_without_a_server(bench) -> None:
     tables, document = bench("serving", *SMALL)
     loaded, single, forms = tables.values()

@@ -41,8 +41,9 @@ def run(folder: Path, arguments: str, *, exit_codes: tuple[int, ...] = (0,)) -> 
 
 @pytest.mark.parametrize(
     "rows",
-    [pytest.param("", marks=pytest.mark.nightly), "--keyed --upserts-per-s 500 --max-ratio-p99-upserts 1000 "],
+    ["", "--keyed --upserts-per-s 500 --max-ratio-p99-upserts 1000 "],
 )
+@pytest.mark.nightly
 def test_swap(tmp_path: Path, rows: str):
     # How fast a busy machine answers is not what is tested here.
     report = run(tmp_path, f"swap {SMALL}{rows}--swaps 2 --rate 10 --replicas 1 --pause-s 3 --max-ratio-p99 1000")

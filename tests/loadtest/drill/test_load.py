@@ -67,6 +67,7 @@ async def test_right_answers_over_all_apis(tmp_path: Path, version: int):
         ({"embedding_dim": 8}, "wrong", " grpc lookup: version 1 with "),
     ],
 )
+@pytest.mark.nightly
 async def test_answers_that_are_not_right(tmp_path: Path, changed: dict[str, object], kind: str, example: str):
     config = SMALL.model_copy(update=changed)
     async with serving(tmp_path) as server, running_load(config, server, tmp_path / "answers.npy") as load:
@@ -76,6 +77,7 @@ async def test_answers_that_are_not_right(tmp_path: Path, changed: dict[str, obj
     assert any(example in text for text in examples)
 
 
+@pytest.mark.nightly
 async def test_the_load_outlives_its_server(tmp_path: Path):
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving(tmp_path))

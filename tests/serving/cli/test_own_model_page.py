@@ -48,6 +48,7 @@ def bash(script: str, folder: Path) -> str:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.nightly
 def test_a_model_of_ones_own_is_rolled_out_under_load_in_a_hundred_lines(folder: Path) -> None:
     written = [line for text in (SPEC, REQUEST, TRAIN, ASK, SERVE, ROLL_OUT) for line in text.splitlines() if line]
     assert len(written) <= MAX_LINES

@@ -50,7 +50,7 @@ def capacity_plan(name="dlrm-v2", dtype="int8", **changes):
     "changes",
     [
         {},
-        {"name": "merlin-jumbo", "pinned_memory_gb": 200.0, "shards": 2},
+        pytest.param({"name": "merlin-jumbo", "pinned_memory_gb": 200.0, "shards": 2}, marks=pytest.mark.nightly),
         {"card_memory_gb": 4.0, "pinned_memory_gb": 6.0},
         {"card_memory_gb": 4.0, "shards": 2, "cards": 3},
         {"card_memory_gb": 20.0, "peer_access": False},

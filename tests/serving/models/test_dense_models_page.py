@@ -39,7 +39,7 @@ def test_the_page_has_every_field_of_a_kind_with_its_default(kind):
 
 @pytest.mark.parametrize(
     "section",
-    ["dlrm", *(pytest.param(one, marks=pytest.mark.nightly) for one in SECTIONS if one != "dlrm")],
+    [pytest.param(one, marks=pytest.mark.nightly) for one in SECTIONS],
 )
 def test_a_short_script_trains_exports_and_ranks_as_it_is_printed(section, tmp_path):
     assert len(list(filter(None, script(section).splitlines()))) <= MAX_LINES
