@@ -17,6 +17,7 @@ from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.errors import CertificateRoleError, NodeUnavailableError, RemoteError, TlsHandshakeError, WireError
 from shard_node.node import NodeInfo
+from shard_node.training.push import Push
 from shard_node.wire import frame as frames
 from shard_node.wire import messages
 from shard_node.wire.address import Address
@@ -298,6 +299,17 @@ class ShardClient:
         async with within(timeout_s, f"{self.address}: no reply to COUNTS"):
             connection = await self.ready()
             return await connection.exchange((FrameType.COUNTS_ANSWER,), messages.decode_counts_answer, *request)
+
+    async def push(self, model: str, version: int, push: Push, timeout_s: float) -> int:
+        """Push gradients of a step; return the slowest worker's step once they are applied, or were, and durable.
+
+        Nobody knows whether a push is applied whose answer did not come: push it again. Raises as `info`, and what
+        `Trainer.submit` answers with.
+        """
+        request = messages.encode_push, min(int(timeout_s * 1e6), frames.MAX_BUDGET_US), model, version, push
+        async with within(timeout_s, f"{self.address}: no reply to PUSH of step {push.step}"):
+            connection = await self.ready()
+            return await connection.exchange((FrameType.PUSHED,), messages.decode_pushed, *request)
 
     def connect(self, pause_s: float = 0.0) -> None:
         """Make a connection, after a pause, unless there is one or one is being made."""

@@ -346,7 +346,39 @@ class ServeConfig(FrontSettings, NodeTlsSettings, RowSettings, DivisionSettings,
         return self
 
 
-class ShardNodeConfig(LogSettings, TraceSettings, RoleSettings, RowSettings, DivisionSettings, MemberSettings):
+class TrainSettings(Settings):
+    """How a shard node trains the rows that it has."""
+
+    train: bool = False
+    """Take gradients of workers, and train the rows of the version that is named (docs/training.md)."""
+    train_folder: Path | None = setting(None, "FOLDER")
+    """Of the log of gradients and of checkpoints, this node's own; what was trained in it before is put back."""
+    train_workers: int = setting(1, ge=1, le=1024)
+    """How many workers push, numbered from 0."""
+    train_consistency: str = setting("bsp", "bsp|ssp:N|asp", pattern=r"^(bsp|asp|ssp:[1-9]\d{0,8})$")
+    """bsp: gradients of a step are added up, once all have pushed. ssp:N: applied as they come, no worker more than N
+    steps ahead of the slowest. asp: as they come."""
+    train_optimizer: Literal["adagrad", "adam", "sgd"] = "adagrad"
+    """Of rows; adagrad is row-wise."""
+    train_lr: float = setting(0.01, gt=0)
+    """Learning rate of the optimizer."""
+    train_init_scale: float = setting(0.01, ge=0)
+    """Rows of new keys begin with numbers between this and its negative."""
+    worker_timeout_s: float = setting(30.0, gt=0)
+    """Of silence, after which nobody waits for a worker; it may come back."""
+
+    @model_validator(mode="after")
+    def _check_training(self) -> Self:
+        if self.train and self.train_folder is None:
+            raise ValueError("--train needs --train-folder.")
+        if self.train and getattr(self, "registry", None) is not None:
+            raise ValueError("--train does not go with --registry: it trains the one version that is named.")
+        return self
+
+
+class ShardNodeConfig(
+    LogSettings, TraceSettings, RoleSettings, RowSettings, DivisionSettings, MemberSettings, TrainSettings
+):
     """What `shardrank shard-node` runs by."""
 
     advertise: str | None = setting(None, "ADDRESS")

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import uvloop
 
-from loader.errors import RegistryUnavailableError
+from loader.errors import ConfigError, RegistryUnavailableError
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.fleet import FleetRecord, FleetRegistry
@@ -27,7 +27,10 @@ from shard_node.agent.agent import Agent
 from shard_node.agent.node_agent import NodeActions, join_fleet, watch_cards
 from shard_node.buckets import NodeIdentity
 from shard_node.cuda.card_set import CardSet
+from shard_node.engine.cpu import CpuEngine
 from shard_node.node import ShardNode
+from shard_node.training.row_optimizers import RowOptimizer
+from shard_node.training.trainer import Trainer, TrainerConfig
 from shard_node.wire.address import Address
 from shard_node.wire.requests import ServerLimits
 from shard_node.wire.server import NodeServer
@@ -90,7 +93,7 @@ async def serve_shard(
         may_wait = options.memory_budget_gb is not None or card_set is not None
         limits = config_of(ServerLimits, options, **({"max_inline_bytes": 0} if may_wait else {}))
         listen = partial(_listen, stack, node, options, tls, limits)
-        server = None if is_alone else await listen()
+        server, trainer = None if is_alone else await listen(), None
         await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
         config = settings.node_config(
             options,
@@ -110,6 +113,8 @@ async def serve_shard(
         try:
             await asyncio.wait([following, watching, starting], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
+                if options.train:
+                    node.trainer = trainer = await asyncio.to_thread(open_trainer, options, node)
                 server = server or await listen()
                 notify_ready()
                 await asyncio.wait([following, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -121,11 +126,33 @@ async def serve_shard(
             starting.cancel()
             # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
             await agent.leave()
+            if trainer is not None:
+                await asyncio.to_thread(trainer.close)
             if server is not None:
                 await server.drain(DRAIN_TIMEOUT_S)
             following.cancel()
             await asyncio.wait([following, watching, starting])
             await actions.close()
+
+
+def open_trainer(options: ShardNodeConfig, node: ShardNode) -> Trainer:
+    """Train the rows of a node's one version. Raises ConfigError for others than rows in RAM, and as `Trainer`."""
+    served = node.generations.all()
+    if len(served) != 1 or not isinstance(engine := served[0].payload.engine, CpuEngine):
+        names = [f"{generation.model} {generation.version}" for generation in served]
+        raise ConfigError(f"--train: {names} are served here, allowed is one version, on --device cpu")
+    assert options.train_folder is not None
+    of = {"model": served[0].model, "version": served[0].version, "shard": list(options.shard)}
+    of |= {"manifest": served[0].payload.manifest_identity, "plan": served[0].payload.plan_digest}
+    config = TrainerConfig(
+        folder=options.train_folder,
+        workers=options.train_workers,
+        consistency=options.train_consistency,
+        optimizer=RowOptimizer(kind=options.train_optimizer, lr=options.train_lr),
+        init_scale=options.train_init_scale,
+        worker_timeout_s=options.worker_timeout_s,
+    )
+    return Trainer(engine, of, config)
 
 
 async def _listen(

@@ -42,6 +42,23 @@ class CertificateRoleError(
     """A certificate whose role on the wire does not reach as far as the connection or the frame."""
 
 
+class PushRefusedError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="push_refused"):
+    """Gradients that do not fit what is trained. The message names what was expected.
+
+    `push_step`: a step that is not the worker's next one. `not_training`: the node trains nothing.
+    """
+
+    kinds: ClassVar = {"push_step": (409, "FAILED_PRECONDITION"), "not_training": (403, "PERMISSION_DENIED")}
+
+
+class TrainingLogError(ShardrankError, http_status=409, grpc_status="FAILED_PRECONDITION", kind="training_log"):
+    """A folder of logs and checkpoints that is another training's, another process', or damaged."""
+
+
+class TrainingFailedError(UnavailableError, kind="training_failed"):
+    """The node could not write its log, and takes no more gradients: start it again. The message has the cause."""
+
+
 class RemoteError(ShardrankError, kind="remote"):
     """The node failed while answering; its own message is carried."""
 

@@ -21,6 +21,8 @@ from shard_node.errors import GenerationNotFoundError
 from shard_node.freshness import FORKED_AGE_MS, UNKNOWN_AGE_MS
 from shard_node.generation import Generation, Generations
 from shard_node.tracing import SpanSink
+from shard_node.training.push import Push
+from shard_node.wire.frame import Body
 
 CLOSE_TIMEOUT_S = 10.0
 LOCAL_REPLICA = "local"
@@ -80,6 +82,14 @@ class CardsReport(Message):
     not_here: int = 0
 
 
+class TrainingReport(Message):
+    """Workers of a node that trains, by number: the last step of each, who takes part, and at which step it goes on."""
+
+    steps: tuple[int, ...]
+    is_active: tuple[bool, ...]
+    resume_steps: tuple[int, ...]
+
+
 class NodeInfo(Message):
     """What a node tells of itself. `cards` has only versions whose rows are on some; `takes_traces` allows contexts."""
 
@@ -89,6 +99,7 @@ class NodeInfo(Message):
     lookups: tuple[LookupReport, ...] = ()
     cards: tuple[CardsReport, ...] = ()
     takes_traces: bool = False
+    training: TrainingReport | None = None
 
     def served(self, model: str, version: int) -> ServedVersion:
         """Return what it reports of a version. Raises GenerationNotFoundError."""
@@ -233,12 +244,28 @@ class LoadedTables:
                 self.files.close()
 
 
+class PushReceiver(Protocol):
+    """Takes gradients, in any thread."""
+
+    def submit(
+        self, model: str, version: int, body: Body, push: Push, done: Callable[[int | Exception], object]
+    ) -> None:
+        """Apply a push; `done` is called once, with the slowest worker's step or an error, maybe at once.
+
+        `body` is that of the frame which the push is a view of. What `done` raises is ignored.
+        """
+
+    def report(self) -> TrainingReport:
+        """Return where workers are."""
+
+
 class ShardNode:
     """Holds generations of tables and pools bags from them. Thread-safe.
 
     `sink` takes spans of lookups that bring a trace; it is closed with the node. `problems` returns what it lacks to be
     ready, by model ("" for the node itself), on another thread. `forks` counts, by model and version, how often the
-    stream of deltas did not go on from what was applied. `wall_clock` is seconds since the epoch.
+    stream of deltas did not go on from what was applied. `wall_clock` is seconds since the epoch. `trainer` takes
+    gradients; None where nothing is trained.
     """
 
     def __init__(
@@ -251,6 +278,7 @@ class ShardNode:
         self.identity, self.sink, self.wall_clock, self.begin_thread = identity, sink, wall_clock, begin
         self.problems: Callable[[], Mapping[str, str]] = dict
         self.forks = Counter[tuple[str, int]]()
+        self.trainer: PushReceiver | None = None
         self.generations: Generations[LoadedTables] = Generations(LoadedTables.close, begin)
 
     def pool(self, model: str, version: int, bags: Bags) -> list[Float32Array]:
@@ -311,6 +339,7 @@ class ShardNode:
             lookups=tuple(lookups),
             cards=tuple(cards),
             takes_traces=self.sink is not None,
+            training=None if self.trainer is None else self.trainer.report(),
         )
 
     def close(self) -> None:

@@ -127,6 +127,7 @@ NOT_MET = {
     *("CertificateRoleError", "FittingError", "FleetError", "HotRowsError", "InvalidBagsError", "NodeUnavailableError"),
     *("RecordingDamagedError", "RemoteError", "RolloutError", "TlsConfigError", "TlsHandshakeError", "TraceError"),
     *("UnfitReplicaError", "WireError", "GenerationNotFoundError"),
+    *("PushRefusedError", "TrainingFailedError", "TrainingLogError"),
 }
 
 

@@ -103,6 +103,38 @@ class CpuEngine:
             claim = functools.partial(self._claim_rows, self._keyed, tables)
             return self._keyed.update(tables, keys, stored, self._change_keys, claim)
 
+    def check_ids(self, table: int, ids: Int64Array) -> None:
+        """Raise InvalidBagsError if a row or key is not of this node, DeltaError if keys are too many for it."""
+        name, count = self.layout.tables[table].name, self.layout.tables[table].num_embeddings
+        if self._keyed is not None and self.layout.is_keyed[table]:
+            is_local = self._keyed.local(table, ids)
+            self._keyed.plan_upsert(table, np.unique(ids[is_local]))
+        elif (outside := ids[(ids < 0) | (ids >= count)]).size:
+            raise InvalidBagsError(f"row {int(outside[0])} of table {name!r} is outside it")
+        else:
+            is_local = self._placement.locate_rows(table, ids)[0] != NOT_HERE
+        if not is_local.all():
+            raise InvalidBagsError(f"id {int(ids[is_local.argmin()])} of table {name!r} is not on this node")
+
+    def rows_of_ids(self, table: int, ids: Int64Array) -> Int64Array:
+        """Return the rows of keys, int64 [n], `ABSENT` for one that is missing; of a table without keys, `ids`."""
+        if self._keyed is None or not self.layout.is_keyed[table]:
+            return ids
+        return self._keyed.find(table, ids)
+
+    def read_rows(self, table: int, rows: Int64Array) -> npt.NDArray[np.uint8]:
+        """Copy rows of one table that are here, int64 [n], as they are stored: uint8 [n, row_bytes].
+
+        For the thread that writes rows: another one may see a row that is half written.
+        """
+        arenas, slots = self._placement.locate_rows(table, rows)
+        spec = self.layout.tables[table]
+        stored = np.empty((rows.size, RowCodec(spec.dtype, spec.embedding_dim).row_bytes), np.uint8)
+        for number in np.unique(arenas).tolist():
+            chosen = (arenas == number).nonzero()[0]
+            stored[chosen] = self._arenas[number].take(slots[chosen])
+        return stored
+
     def _change_keys(self, writes: Sequence[RowWrite], calls: Sequence[Callable[[], object]]) -> None:
         self._row_lock.begin_write()
         try:

@@ -47,6 +47,8 @@ class FrameType(IntEnum):
     # 8 and 9 were counts of a part of one table's rows.
     COUNTS = 10
     COUNTS_ANSWER = 11
+    PUSH = 12
+    PUSHED = 13
 
 
 class FrameHeader(NamedTuple):

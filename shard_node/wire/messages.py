@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.access_counts import AccessCounts, decode_access_counts, encode_access_counts
-from loader.errors import DeadlineExceededError, ExportError, OverloadedError, ShardrankError
+from loader.errors import DeadlineExceededError, DeltaError, ExportError, OverloadedError, ShardrankError
 from loader.snapshot.tables import refused_as
 from shard_node import errors
 from shard_node.answer import FLOAT32_SUMS, NONE_MISSING, UNKNOWN_SEQUENCE, Answer, ReplyEncoding, SumFormat
@@ -26,6 +26,7 @@ from shard_node.errors import RemoteError, WireError
 from shard_node.freshness import UNKNOWN_AGE_MS
 from shard_node.node import NodeInfo
 from shard_node.tracing import MAX_STATE_BYTES, SpanContext
+from shard_node.training.push import Push
 from shard_node.wire.frame import MAX_BUDGET_US, Body, Buffer, Frame, FrameType, pack_header
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -52,6 +53,7 @@ _VERSION_FIELD = struct.Struct("<Q")
 # An answer's fields: its sequence, and after it its age.
 _FRESHNESS = struct.Struct(""), _VERSION_FIELD, struct.Struct("<Qq")
 _ERROR_FIELDS = struct.Struct("<HHHH")
+_PUSH_FIELDS = struct.Struct("<QI")
 _PADDING = bytes(8)
 _TRACE = struct.Struct(">QQQ")
 _TAKES_STORED, _TAKES_FLOAT16, _TAKES_SEQUENCE, _HAS_TRACE, _TAKES_AGE, _TAKES_INT8 = 1, 2, 4, 8, 16, 32
@@ -62,6 +64,9 @@ _ERROR_OF_KIND: dict[str, type[ShardrankError]] = {
     error.kind: error for error in vars(errors).values() if getattr(error, "__module__", "") == errors.__name__
 } | {
     "frame_too_large": WireError,
+    "push_step": errors.PushRefusedError,
+    "not_training": errors.PushRefusedError,
+    "key_capacity": DeltaError,
     "node_overloaded": OverloadedError,
     "buffer_full": OverloadedError,
     "deadline_exceeded": DeadlineExceededError,
@@ -242,6 +247,51 @@ def decode_counts_answer(frame: Frame) -> dict[str, AccessCounts]:
         return decode_access_counts(_flat(arrays[0], "COUNTS_ANSWER file", _UINT8).tobytes(), "COUNTS_ANSWER")
     except ExportError as error:
         raise WireError(str(error)) from error
+
+
+def encode_push(request_id: int, budget_us: int, model: str, version: int, push: Push) -> list[Buffer]:
+    """Encode a PUSH frame, which looks into the push's arrays. Raises as `encode_pool`."""
+    arrays: list[Array] = [np.array(list(push.gradients), _INT32)]
+    for ids, gradients in push.gradients.values():
+        arrays += np.ascontiguousarray(ids, _INT64), np.ascontiguousarray(gradients, _FLOAT32)
+    fields = _PUSH_FIELDS.pack(push.step, push.worker) + _version_and_model(version, model)
+    return _encode(FrameType.PUSH, request_id, fields, arrays, min(budget_us, MAX_BUDGET_US))
+
+
+def decode_push(frame: Frame) -> tuple[str, int, Push]:
+    """Read a PUSH frame: the model, its version, and the push, whose arrays are views into the frame."""
+    return decode_push_body(frame.body)
+
+
+def decode_push_body(body: Body) -> tuple[str, int, Push]:
+    """Read the body of a PUSH frame, as logs have it."""
+    fields, arrays = _decode(body, "PUSH")
+    if len(fields) < _PUSH_FIELDS.size:
+        raise WireError(f"PUSH fields have {len(fields)} bytes, at least {_PUSH_FIELDS.size} are needed")
+    step, worker = _PUSH_FIELDS.unpack_from(fields)
+    version, model = _read_version_and_model(fields[_PUSH_FIELDS.size :], "PUSH")
+    tables = _flat(arrays[0], "PUSH tables", _INT32).tolist() if arrays else []
+    if len(arrays) != 1 + 2 * len(tables) or len(set(tables)) != len(tables):
+        raise WireError(f"PUSH num_arrays is {len(arrays)}, there must be tables, and two for each, none twice")
+    ids = [_flat(array, "PUSH ids", _INT64) for array in arrays[1::2]]
+    gradients = _rows(arrays[2::2], "PUSH gradients", _FLOAT32)
+    for table, of_table, rows in zip(tables, ids, gradients, strict=True):
+        if of_table.size != rows.shape[0]:
+            raise WireError(f"PUSH table {table} has {of_table.size} ids and {rows.shape[0]} gradients")
+    return model, version, Push(worker, step, dict(zip(tables, zip(ids, gradients, strict=True), strict=True)))
+
+
+def encode_pushed(request_id: int, slowest: int) -> list[Buffer]:
+    """Encode a PUSHED frame: a push is applied, or was, and durable; the slowest worker's step is with it."""
+    return _encode(FrameType.PUSHED, request_id, _VERSION_FIELD.pack(slowest), [])
+
+
+def decode_pushed(frame: Frame) -> int:
+    """Read a PUSHED frame: the slowest worker's step."""
+    fields = _decode_fields(frame.body, "PUSHED")
+    if len(fields) != _VERSION_FIELD.size:
+        raise WireError(f"PUSHED fields have {len(fields)} bytes, {_VERSION_FIELD.size} are needed")
+    return int(_VERSION_FIELD.unpack(fields)[0])
 
 
 def encode_goaway() -> list[Buffer]:

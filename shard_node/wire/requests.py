@@ -17,7 +17,7 @@ from loader.errors import DeadlineExceededError, OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.access_counts import MAX_FILE_BYTES
 from shard_node.byte_budget import ByteAccount, Cause, check_buffer_bytes, default_buffer_bytes
-from shard_node.errors import CertificateRoleError, InvalidBagsError, RemoteError, WireError
+from shard_node.errors import CertificateRoleError, InvalidBagsError, PushRefusedError, RemoteError, WireError
 from shard_node.node import ShardNode
 from shard_node.tracing import Span, error_text
 from shard_node.wire import messages
@@ -31,6 +31,8 @@ Answer = list[Buffer]
 # longer than a small batch's rows; and what it may take at once after a pause.
 SPARE_SHARE = 0.5
 SPARE_SAVED_S = 0.005
+# Of an answer to a push, at most: that of an error.
+MAX_ERROR_BYTES = messages.MAX_ERROR_MESSAGE_BYTES + 256
 
 
 class ServerLimits(Frozen):
@@ -126,21 +128,24 @@ class RequestHandler:
         request_id = frame.header.request_id
         try:
             frame_type = frame.header.frame_type
-            if "router" not in peer.roles and frame_type not in (FrameType.INFO, FrameType.COUNTS):
+            role: Role = "trainer" if frame_type == FrameType.PUSH else "router"
+            if role not in peer.roles and frame_type not in (FrameType.INFO, FrameType.COUNTS):
                 raise CertificateRoleError(
-                    f"frame type {frame_type} is for {SCHEME}router; allowed here are INFO and COUNTS"
+                    f"frame type {frame_type} is for {SCHEME}{role}; allowed here are INFO and COUNTS"
                 )
             if frame_type == FrameType.POOL:
                 self._handle_pool(frame, deadline, answer, peer)
             elif frame_type == FrameType.INFO:
                 answer(self._fitting(messages.encode_info_answer(request_id, self._node.info())))
+            elif frame_type == FrameType.PUSH:
+                self._handle_push(frame, answer, peer)
             elif frame_type == FrameType.COUNTS:
                 work = partial(self._counts, request_id, *messages.decode_counts(frame))
                 self._in_thread(request_id, work, min(MAX_FILE_BYTES, self._limits.max_frame_bytes), answer, peer)
             else:
                 raise WireError(
                     f"frame type {frame_type} is not a request, requests are {FrameType.POOL:d} (POOL), "
-                    f"{FrameType.INFO:d} (INFO) and {FrameType.COUNTS:d} (COUNTS)"
+                    f"{FrameType.INFO:d} (INFO), {FrameType.COUNTS:d} (COUNTS) and {FrameType.PUSH:d} (PUSH)"
                 )
         except Exception as error:
             answer(self.failure(request_id, error))
@@ -202,6 +207,47 @@ class RequestHandler:
         answer: Callable[[Answer], None],
         peer: Peer,
     ) -> None:
+        self._count_in(answer_bytes, peer)
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        except RuntimeError:
+            # The node is closing.
+            self._count_out(answer_bytes, peer)
+            raise
+
+        def finished(done: asyncio.Future[Answer]) -> None:
+            self._count_out(answer_bytes, peer)
+            if done.cancelled():
+                error = OverloadedError("the node is closing, the request was not started", kind="node_overloaded")
+                answer(self.failure(request_id, error))
+            else:
+                answer(done.result())
+
+        future.add_done_callback(finished)
+
+    def _handle_push(self, frame: Frame, answer: Callable[[Answer], None], peer: Peer) -> None:
+        request_id, trainer, loop = frame.header.request_id, self._node.trainer, asyncio.get_running_loop()
+        if trainer is None:
+            raise PushRefusedError("this node does not train: start it with --train", kind="not_training")
+        model, version, push = messages.decode_push(frame)
+        num_ids, most = sum(ids.size for ids, _ in push.gradients.values()), self._limits.max_values_per_request
+        if num_ids > most:
+            raise PushRefusedError(f"a push has {num_ids} ids, a request may have at most {most}")
+        answer_bytes = HEADER.size + MAX_ERROR_BYTES
+        self._count_in(answer_bytes, peer)
+
+        def finished(reply: int | Exception) -> None:
+            self._count_out(answer_bytes, peer)
+            if isinstance(reply, Exception):
+                answer(self.failure(request_id, reply))
+            else:
+                answer(messages.encode_pushed(request_id, reply))
+
+        # From the trainer's thread, which ends before the loop does.
+        trainer.submit(model, version, frame.body, push, lambda reply: loop.call_soon_threadsafe(finished, reply))
+
+    def _count_in(self, answer_bytes: int, peer: Peer) -> None:
+        """Let a request wait for a thread, or raise OverloadedError."""
         most = self._limits.max_in_flight
         if self.in_flight >= most:
             raise OverloadedError(
@@ -220,22 +266,6 @@ class RequestHandler:
         self.in_flight += 1
         peer.in_flight += 1
         self._busy_peers.add(peer)
-        try:
-            future = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        except RuntimeError:
-            # The node is closing.
-            self._count_out(answer_bytes, peer)
-            raise
-
-        def finished(done: asyncio.Future[Answer]) -> None:
-            self._count_out(answer_bytes, peer)
-            if done.cancelled():
-                error = OverloadedError("the node is closing, the request was not started", kind="node_overloaded")
-                answer(self.failure(request_id, error))
-            else:
-                answer(done.result())
-
-        future.add_done_callback(finished)
 
     def _count_out(self, answer_bytes: int, peer: Peer) -> None:
         self.in_flight -= 1

@@ -99,14 +99,14 @@ _KINDS: Final = {
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": UNTRUSTED,
 }
 
-Role: TypeAlias = Literal["router", "node", "operator"]
+Role: TypeAlias = Literal["router", "node", "operator", "trainer"]
 RoleUris: TypeAlias = tuple[
     tuple[Role, Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9+.\-]*:\S+$")]], ...
 ]
 """URIs that stand for a role in addition to `shardrank:<role>`."""
 SCHEME: Final = "shardrank:"
-# A router may send whatever there is. No node connects to another, so a node's role opens nothing.
-CLIENTS: Final[frozenset[Role]] = frozenset({"router", "operator"})
+# A router may send whatever changes nothing. No node connects to another, so a node's role opens nothing.
+CLIENTS: Final[frozenset[Role]] = frozenset({"router", "operator", "trainer"})
 NODES: Final[frozenset[Role]] = frozenset({"node"})
 
 
@@ -168,7 +168,8 @@ class TlsPeers:
     def roles(self, certificate: Mapping[str, Any], address: str, allowed: frozenset[Role]) -> frozenset[Role]:
         """Return which of the allowed roles a verified certificate, as of `ssl.SSLSocket.getpeercert`, gives its owner.
 
-        One without any has all of them, for this release, with a warning. Raises CertificateRoleError: others only.
+        One without any has all but `trainer`, for this release, with a warning. Raises CertificateRoleError: others
+        only.
         """
         uris = {name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI"}
         roles = {role for role, uri in self._role_uris if uri in uris}
@@ -182,7 +183,7 @@ class TlsPeers:
             self._warned.add(address)
             says = "the certificate of %s has no role: the next release lets in only one with a URI (subjectAltName) %s"
             logger.warning(says, address, expected)
-        return allowed
+        return allowed - {"trainer"}
 
 
 class TlsContext(ssl.SSLContext):

@@ -40,6 +40,7 @@ NEEDS: list[tuple[str, dict[str, Any]]] = [
     ("tls_cert tls_key tls_client_ca tls_role", PAIR | {"tls_client_ca": "ca"}),
     ("node_cert node_key", {"node_ca": "ca", "node_cert": "c", "node_key": "k"}),
     ("serve.hot_rows_gb", {"shards": ["h:1"]}),
+    ("train", {"train_folder": "f"}),
 ]
 # In the file, in a variable, and as a flag.
 VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
@@ -61,6 +62,10 @@ VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
     ("shard_node", ({"threads": 1}, {"threads": "2"}, {})),
     ("coordinator", ({"tick_s": 1}, {"tick_s": "2"}, {})),
     ("verify", (False, True, False)),
+    ("train", (True, False, True)),
+    ("train_folder", (Path("/a"), Path("/b"), Path("/c"))),
+    ("train_consistency", ("asp", "ssp:2", "bsp")),
+    ("train_optimizer", ("sgd", "adam", "adagrad")),
     ("trust_exported local access_log", (True, False, True)),
     ("sharding", ("range", "table", "hash")),
     ("dtype", ("float32", "int8", "bfloat16")),

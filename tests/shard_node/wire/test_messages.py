@@ -18,6 +18,7 @@ from shard_node.bags import Bags
 from shard_node.errors import InvalidBagsError, RemoteError, WireError
 from shard_node.freshness import FORKED_AGE_MS, UNKNOWN_AGE_MS
 from shard_node.tracing import MAX_STATE_BYTES, SpanContext
+from shard_node.training.push import Push
 from shard_node.wire import messages as wire
 from shard_node.wire.frame import (
     CHUNK_BYTES,
@@ -107,6 +108,29 @@ def test_any_counts_come_back(model, version, counts, request_id):
     assert {name: table[:].tolist() for name, table in decoded.items()} == {
         name: of_table.tolist() for name, of_table in counts.items()
     }
+
+
+@given(
+    U64,
+    st.text(max_size=60),
+    U32,
+    U64,
+    st.dictionaries(st.integers(0, 4095), st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=5),
+)
+def test_any_push_comes_back(version, model, worker, step, shapes):
+    rng = np.random.default_rng(len(shapes))
+    gradients = {
+        table: (rng.integers(-(2**63), 2**63 - 1, count), rng.normal(size=(count, dim)).astype(np.float32))
+        for table, (count, dim) in shapes.items()
+    }
+    sent = received(wire.encode_push(1, 7, model, version, Push(worker, step, gradients)))
+    found = wire.decode_push(sent)
+    assert found[:2] == (model, version)
+    assert (found[2].worker, found[2].step, list(found[2].gradients)) == (worker, step, list(gradients))
+    for table, arrays in gradients.items():
+        for ours, theirs in zip(found[2].gradients[table], arrays, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert wire.decode_pushed(received(wire.encode_pushed(3, step))) == step
 
 
 def test_counts_that_are_no_file_are_refused():
@@ -257,6 +281,14 @@ POOL, POOLED, STORED, ERROR = FrameType.POOL, FrameType.POOLED, FrameType.STORED
         (ERROR, body_of(b"x"), "ERROR fields have 1 bytes"),
         (ERROR, body_of(b"\xff" * 16), "ERROR kind and grpc_status have"),
         (FrameType.COUNTS, body_of(FIELDS[:7]), "COUNTS fields have 7 bytes"),
+        (FrameType.PUSH, body_of(bytes(11)), "PUSH fields have 11 bytes, at least 12"),
+        (FrameType.PUSH, body_of(bytes(21), np.zeros(2, np.int32)), "PUSH num_arrays is 1, there must be tables"),
+        (
+            FrameType.PUSH,
+            body_of(bytes(21), np.zeros(1, np.int32), np.zeros(2, np.int64), np.zeros((3, 4), np.float32)),
+            "PUSH table 0 has 2 ids and 3 gradients",
+        ),
+        (FrameType.PUSHED, body_of(bytes(7)), "PUSHED fields have 7 bytes, 8 are needed"),
         (FrameType.COUNTS, body_of(bytes(24), NARROW), "COUNTS num_arrays is 1"),
     ],
 )

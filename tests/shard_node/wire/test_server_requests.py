@@ -16,7 +16,9 @@ from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding
 from shard_node.bags import Bags
 from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import GenerationNotFoundError, InvalidBagsError, RemoteError, WireError
+from shard_node.node import TrainingReport
 from shard_node.tracing import SpanContext
+from shard_node.training.push import Push
 from shard_node.wire.frame import Buffer, FrameType, pack_header
 from shard_node.wire.messages import decode_answer, decode_error, encode_answer, encode_pool
 from shard_node.wire.requests import SPARE_SAVED_S, SPARE_SHARE, Peer, RequestHandler, ServerLimits
@@ -204,6 +206,41 @@ async def test_a_node_sends_the_counts_of_its_engine(place, tmp_path):
         assert client.num_connections == 1
     assert {name: table.limit for name, table in counts.items()} == {name: rows for name, (rows, _) in SIZES.items()}
     assert (counts["film"].keys.tolist(), counts["film"].counts.tolist()) == ([3, 499], [3, 1])
+
+
+async def test_a_node_that_does_not_train_refuses_pushes(place, tmp_path):
+    async with place.client(tmp_path) as (_, client):
+        with raises_kind("not_training", match="start it with --train"):
+            await client.push(MODEL, VERSION, Push(0, 1, {}), NEVER_S)
+        assert (await client.info()).training is None
+        await pool_films(client, [1])
+
+
+class Taker:
+    """Answers what pushes are at once, from another thread."""
+
+    def submit(self, model, version, body, push, done):
+        said = WireError("no") if push.step == 13 else push.step + push.worker
+        threading.Thread(target=done, args=(said,)).start()
+
+    def report(self):
+        return TrainingReport(steps=(1,), is_active=(True,), resume_steps=(2,))
+
+
+async def test_pushes_are_answered_from_the_trainers_thread(place, tmp_path):
+    node = small_node()
+    node.trainer = Taker()
+    gradients = {1: (np.arange(40), np.ones((40, 8), np.float32))}
+    limits = ServerLimits(max_values_per_request=100)
+    async with place.client(tmp_path, node, limits) as (server, client):
+        pushed = [client.push(MODEL, VERSION, Push(2, step, gradients), NEVER_S) for step in range(1, 9)]
+        assert await asyncio.gather(*pushed) == list(range(3, 11))
+        with raises_kind("wire", match="no"):
+            await client.push(MODEL, VERSION, Push(2, 13, gradients), NEVER_S)
+        with raises_kind("push_refused", match="a push has 120 ids, a request may have at most 100"):
+            await client.push(MODEL, VERSION, Push(2, 1, gradients | {2: gradients[1], 0: gradients[1]}), NEVER_S)
+        assert (await client.info()).training == node.trainer.report()
+        assert server.in_flight == 0
 
 
 async def test_counts_of_an_earlier_release_are_refused(place, tmp_path):

@@ -21,6 +21,7 @@ from shard_node.errors import (
     TlsConfigError,
     TlsHandshakeError,
 )
+from shard_node.training.push import Push
 from shard_node.wire.address import Address
 from shard_node.wire.listening import MAX_HANDSHAKES
 from shard_node.wire.server import NodeServer
@@ -38,6 +39,7 @@ from shard_node.wire.tls import (
     server_context,
 )
 from shardrank_testing.certificates import Authority, Pair, needs_openssl
+from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import (
     MODEL,
     NEVER_S,
@@ -156,6 +158,7 @@ async def test_a_node_without_a_valid_certificate_is_not_used(shown, ca, kind, p
         await until(lambda: server.num_connections == 0)
 
 
+CLIENT_ROLES = "shardrank:operator or shardrank:router or shardrank:trainer"
 ROLE_URIS = (("router", "spiffe://fleet/serve"), ("operator", "spiffe://fleet/ops"), ("node", "spiffe://fleet/node"))
 
 
@@ -173,10 +176,41 @@ async def test_an_operator_gets_status_and_counts_but_no_rows(uri, papers):
 
 
 @pytest.mark.parametrize(
+    ("uris", "is_let"),
+    [
+        (["shardrank:trainer"], True),
+        (["shardrank:router", "shardrank:trainer"], True),
+        (["shardrank:router"], False),
+        (["shardrank:operator"], False),
+        ([], False),
+    ],
+)
+async def test_gradients_are_pushed_by_trainers_alone(uris, is_let, papers):
+    """Not even by those without a role, who may do all else."""
+    papers.pairs["trainer"] = papers.ca.issue("trainer", uris=uris)
+    async with (
+        serving(ANY_PORT, tls=papers.node_context()) as server,
+        connected(server.addresses[0], tls=papers.router_context("trainer")) as client,
+    ):
+        # The node does not train, which it says to a trainer only.
+        with raises_kind("not_training" if is_let else "tls_certificate_role"):
+            await client.push(MODEL, VERSION, Push(0, 1, {}), NEVER_S)
+        if uris == ["shardrank:trainer"]:
+            with raises_kind("tls_certificate_role", match="frame type 1 is for shardrank:router"):
+                await ask(client)
+        elif uris != ["shardrank:operator"]:
+            await ask(client)
+
+
+@pytest.mark.parametrize(
     ("client", "node", "warnings"),
     [
-        ([], [], ["shardrank:node", "shardrank:operator or shardrank:router"]),
-        (["spiffe://elsewhere/serve"], ["shardrank:node"], ["shardrank:operator or shardrank:router"]),
+        ([], [], ["shardrank:node", "shardrank:operator or shardrank:router or shardrank:trainer"]),
+        (
+            ["spiffe://elsewhere/serve"],
+            ["shardrank:node"],
+            ["shardrank:operator or shardrank:router or shardrank:trainer"],
+        ),
         (["spiffe://fleet/serve"], ["spiffe://fleet/node"], []),
         (["shardrank:client", "shardrank:router"], ["shardrank:node", "shardrank:router"], []),
     ],

@@ -56,6 +56,7 @@ from shard_node.answer import Answer
 from shard_node.byte_budget import ByteAccount, ByteBudget
 from shard_node.errors import WireError
 from shard_node.tracing import SpanContext
+from shard_node.training.push import Push
 from shard_node.wire import messages as wire
 from shard_node.wire.frame import Frame, FrameReceiver, FrameType
 from shard_node.wire.requests import Peer, RequestHandler, ServerLimits
@@ -176,6 +177,8 @@ DECODERS: dict[int, Callable[[Frame], object]] = {
     FrameType.ERROR: wire.decode_error,
     FrameType.COUNTS: wire.decode_counts,
     FrameType.COUNTS_ANSWER: wire.decode_counts_answer,
+    FrameType.PUSH: wire.decode_push,
+    FrameType.PUSHED: wire.decode_pushed,
 }
 
 
@@ -192,6 +195,8 @@ def frames() -> dict[int, bytes]:
         FrameType.ERROR: wire.encode_error(1, WireError("row")),
         FrameType.COUNTS: wire.encode_counts(1, 0, "films", 7),
         FrameType.COUNTS_ANSWER: wire.encode_counts_answer(1, {"film": AccessCounts.from_rows(np.arange(5))}),
+        FrameType.PUSH: wire.encode_push(1, 9, "films", 7, Push(3, 5, {0: (np.arange(2), sums[0][:2])})),
+        FrameType.PUSHED: wire.encode_pushed(1, 7),
     }
     return {kind: b"".join(buffers) for kind, buffers in sent.items()}
 

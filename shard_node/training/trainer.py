@@ -1,0 +1,266 @@
+"""The training of one node: pushes are checked, logged, applied and answered, by one thread and in one order.
+
+What is there when the thread looks is one batch: logged, applied, made durable by one call, then answered. The log's
+order is that of all changes, so that a replay of it ends in the same rows, bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, field_validator
+
+from loader.errors import OverloadedError, ShardrankError
+from loader.snapshot.tables import Frozen
+from shard_node.engine.cpu import CpuEngine
+from shard_node.errors import PushRefusedError, TrainingFailedError
+from shard_node.node import TrainingReport
+from shard_node.training.clocks import Clocks, Consistency
+from shard_node.training.push import Push
+from shard_node.training.push_log import LEAVE_KIND, PUSH_KIND, PushLog
+from shard_node.training.row_optimizers import RowOptimizer
+from shard_node.training.trained_rows import TrainedRows
+from shard_node.wire.frame import Body
+from shard_node.wire.messages import decode_push_body
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING: Final = 4
+"""Pushes of a worker that wait for the thread: it sends one after the other, and again when it lost a connection."""
+_WORKER = struct.Struct("<I")
+Done: TypeAlias = Callable[[int | Exception], object]
+
+
+class TrainerConfig(Frozen):
+    """How a node trains.
+
+    Attributes:
+        folder: of the log and of checkpoints; one node's own.
+        consistency: bsp, ssp:N or asp.
+        init_scale: rows of new keys begin with numbers between this and its negative.
+        worker_timeout_s: of silence, after which nobody waits for a worker.
+        checkpoint_bytes: of the log, after which a checkpoint is written.
+    """
+
+    folder: Path
+    workers: int = Field(ge=1, le=1024)
+    consistency: str = "bsp"
+    optimizer: RowOptimizer = RowOptimizer()
+    init_scale: float = Field(default=0.01, ge=0)
+    worker_timeout_s: float = Field(default=30.0, gt=0)
+    checkpoint_bytes: int = Field(default=1 << 28, ge=1)
+
+    @field_validator("consistency")
+    @classmethod
+    def _check_consistency(cls, text: str) -> str:
+        Consistency.parse(text)
+        return text
+
+
+class _Submitted(NamedTuple):
+    push: Push
+    body: Body
+    done: Done
+
+
+class Trainer:
+    """Trains the rows of one version on one node. `submit` and `report` may be called by any thread.
+
+    What it was taught before, in the same folder, is put back before it takes anything. `of` names what is trained:
+    model, version, manifest identity and shard. Raises ConfigError for tables that can't be trained, TrainingLogError
+    for a folder that is another training's or damaged, OSError.
+    """
+
+    def __init__(
+        self, engine: CpuEngine, of: dict[str, Any], config: TrainerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config, self._clock = config, clock
+        self._model, self._version = of["model"], of["version"]
+        self._consistency = Consistency.parse(config.consistency)
+        self._clocks = Clocks(config.workers, self._consistency, config.worker_timeout_s, clock())
+        self._rows = TrainedRows(engine, config.optimizer, config.init_scale)
+        # Gradients of a step that is summed, by worker, until the last one is there; answers that are withheld.
+        self._pending: dict[int, Push] = {}
+        self._withheld: defaultdict[int, list[tuple[int, Done]]] = defaultdict(list)
+        how = config.model_dump(mode="json", include={"workers", "consistency", "optimizer", "init_scale"})
+        self._log = PushLog(config.folder, json.dumps(of | how, sort_keys=True).encode())
+        try:
+            self._restore()
+        except BaseException:
+            self._log.close()
+            raise
+        self._report = self._reported()
+        self._queue, self._batch = deque[_Submitted](), list[_Submitted]()
+        self._changed = threading.Condition()
+        self._is_closed, self._failure = False, ""
+        self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
+        self._thread.start()
+
+    def submit(self, model: str, version: int, body: Body, push: Push, done: Done) -> None:
+        """As `PushReceiver.submit`.
+
+        Errors are PushRefusedError, InvalidBagsError, DeltaError for too many keys, OverloadedError, and
+        TrainingFailedError.
+        """
+        with self._changed:
+            try:
+                if (model, version) != (self._model, self._version):
+                    raise PushRefusedError(
+                        f"{model} version {version} is not trained here, {self._model} version {self._version} is"
+                    )
+                if self._is_closed or self._failure:
+                    raise TrainingFailedError(self._failure or "the node ends")
+                if sum(waiting.push.worker == push.worker for waiting in self._queue) >= MAX_WAITING:
+                    raise OverloadedError(f"{MAX_WAITING} pushes of worker {push.worker} wait", kind="node_overloaded")
+            except ShardrankError as error:
+                done(error)
+                return
+            self._queue.append(_Submitted(push, body, done))
+            self._changed.notify()
+
+    def report(self) -> TrainingReport:
+        """Return where workers were after the last batch."""
+        return self._report
+
+    def close(self) -> None:
+        """End the thread; whoever waits is told that the node ends. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        failure = "the node ends"
+        try:
+            while self._next():
+                pass
+        except Exception as error:
+            logger.exception("training ends: its log can't be written, or rows can't be changed")
+            failure = f"{type(error).__name__}: {error}"
+        with self._changed:
+            self._failure = failure
+            waiting = [submitted.done for submitted in (*self._batch, *self._queue)]
+            waiting += [done for withheld in self._withheld.values() for _, done in withheld if done not in waiting]
+            self._queue.clear()
+        for done in waiting:
+            _tell(done, TrainingFailedError(failure))
+        self._log.close()
+
+    def _next(self) -> bool:
+        """Do one batch; return whether there may be another."""
+        with self._changed:
+            if not self._queue and not self._is_closed:
+                # Who is silent is noticed late by as much, which costs a barrier that much more.
+                self._changed.wait(min(1.0, self._config.worker_timeout_s / 4))
+            if self._is_closed:
+                return False
+            self._batch = list(self._queue)
+            self._queue.clear()
+        now, timeout_s = self._clock(), self._config.worker_timeout_s
+        replies = [reply for submitted in self._batch for reply in self._receive(submitted)]
+        for worker in self._clocks.silent(now):
+            logger.warning("worker %d has been silent for %g s: nobody waits for it any more", worker, timeout_s)
+            self._log.append(LEAVE_KIND, _WORKER.pack(worker))
+            self._leave(worker)
+        self._log.commit()
+        replies += self._released(now)
+        self._batch, self._report = [], self._reported()
+        for done, reply in replies:
+            _tell(done, reply)
+        if self._log.size_bytes >= self._config.checkpoint_bytes and not self._pending:
+            self._log.replace(self._tensors())
+        return True
+
+    def _reported(self) -> TrainingReport:
+        clocks = self._clocks
+        resume = tuple(map(clocks.resume_step, range(self._config.workers)))
+        return TrainingReport(steps=tuple(clocks.steps), is_active=tuple(clocks.is_active), resume_steps=resume)
+
+    def _receive(self, submitted: _Submitted) -> list[tuple[Done, int | Exception]]:
+        """Log and apply a push, unless it was before; return the answer if it is refused."""
+        push = submitted.push
+        try:
+            is_new = self._clocks.check(push.worker, push.step) == "new"
+            if is_new:
+                self._rows.check(push, self._pending.values())
+        except Exception as error:
+            return [(submitted.done, error)]
+        if is_new:
+            self._log.append(PUSH_KIND, submitted.body.data)
+            # Pending gradients outlive the frame that they came in.
+            self._apply(_copied(push) if self._consistency.is_summed else push)
+        self._withheld[push.worker].append((push.step, submitted.done))
+        return []
+
+    def _apply(self, push: Push) -> None:
+        self._clocks.push(push.worker, push.step)
+        if self._consistency.is_summed:
+            self._pending[push.worker] = push
+            self._apply_step()
+        else:
+            self._rows.apply([push])
+
+    def _apply_step(self) -> None:
+        """Apply a step that is summed once all who take part have pushed it."""
+        if self._pending and next(iter(self._pending.values())).step <= self._clocks.slowest:
+            self._rows.apply([self._pending[worker] for worker in sorted(self._pending)])
+            self._pending.clear()
+
+    def _leave(self, worker: int) -> None:
+        self._clocks.leave(worker)
+        self._apply_step()
+
+    def _released(self, now: float) -> list[tuple[Done, int | Exception]]:
+        released: list[tuple[Done, int | Exception]] = []
+        for worker, withheld in self._withheld.items():
+            due = [done for step, done in withheld if self._clocks.is_released(step)]
+            if due:
+                released += [(done, self._clocks.slowest) for done in due]
+                withheld[:] = [(step, done) for step, done in withheld if not self._clocks.is_released(step)]
+                self._clocks.answered(worker, now)
+        return released
+
+    def _tensors(self) -> dict[str, npt.NDArray[Any]]:
+        clocks = np.array([self._clocks.steps, self._clocks.is_active], np.int64)
+        return {"clocks": clocks} | self._rows.tensors()
+
+    def _restore(self) -> None:
+        tensors, num_records = self._log.tensors(), 0
+        if tensors:
+            steps, is_active = tensors.pop("clocks").tolist()
+            self._clocks.steps, self._clocks.is_active = steps, list(map(bool, is_active))
+            self._rows.restore(tensors)
+        for record in self._log.records():
+            num_records += 1
+            if record.kind == LEAVE_KIND:
+                self._leave(*_WORKER.unpack(record.content))
+            else:
+                _, _, push = decode_push_body(np.frombuffer(record.content, np.uint8))
+                self._apply(push)
+        # Silence is counted from now on, of those that were answered and of those that were not.
+        for worker in range(self._config.workers):
+            self._clocks.answered(worker, self._clock())
+        if num_records or tensors:
+            logger.info("training goes on at steps %s, after %d records", self._clocks.steps, num_records)
+
+
+def _tell(done: Done, reply: int | Exception) -> None:
+    # Whose event loop has ended is not told.
+    with suppress(RuntimeError):
+        done(reply)
+
+
+def _copied(push: Push) -> Push:
+    gradients = {table: (ids.copy(), rows.copy()) for table, (ids, rows) in push.gradients.items()}
+    return push._replace(gradients=gradients)
