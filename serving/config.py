@@ -185,8 +185,8 @@ class RoleSettings(TlsSettings):
     """The roles of certificates on the wire."""
 
     tls_role: tuple[str, ...] = setting((), "ROLE=URI", file_only=True)
-    """On the wire, a URI in certificates (subjectAltName) that stands for the role router, node or operator, such as a
-    SPIFFE id, beside shardrank:ROLE."""
+    """On the wire, a URI in certificates (subjectAltName) that stands for the role router, node, operator or trainer,
+    such as a SPIFFE id, beside shardrank:ROLE."""
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
@@ -356,8 +356,8 @@ class TrainSettings(Settings):
     train_workers: int = setting(1, ge=1, le=1024)
     """How many workers push, numbered from 0."""
     train_consistency: str = setting("bsp", "bsp|ssp:N|asp", pattern=r"^(bsp|asp|ssp:[1-9]\d{0,8})$")
-    """bsp: gradients of a step are added up, once all have pushed. ssp:N: applied as they come, no worker more than N
-    steps ahead of the slowest. asp: as they come."""
+    """bsp: gradients of a step are added up, once all have pushed. ssp:N: applied as they come, and answered once the
+    slowest is at most N steps behind. asp: as they come."""
     train_optimizer: Literal["adagrad", "adam", "sgd"] = "adagrad"
     """Of rows; adagrad is row-wise."""
     train_lr: float = setting(0.01, gt=0)
@@ -365,7 +365,7 @@ class TrainSettings(Settings):
     train_init_scale: float = setting(0.01, ge=0)
     """Rows of new keys begin with numbers between this and its negative."""
     worker_timeout_s: float = setting(30.0, gt=0)
-    """Of silence, after which nobody waits for a worker; it may come back."""
+    """How long others wait for a worker before it has left; it may come back."""
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:

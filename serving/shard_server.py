@@ -17,6 +17,9 @@ from loader.errors import ConfigError, RegistryUnavailableError
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.fleet import FleetRecord, FleetRegistry
+from loader.snapshot.reader import Snapshot
+from router.plan import REPLICATED
+from router.plan_file import PlanFile
 from serving.cli import settings
 from serving.cli.settings import config_of
 from serving.config import ShardNodeConfig
@@ -25,7 +28,8 @@ from serving.fleet.workers import Membership, node_id, reachable_host
 from serving.observe.logs import announce
 from shard_node.agent.agent import Agent
 from shard_node.agent.node_agent import NodeActions, join_fleet, watch_cards
-from shard_node.buckets import NodeIdentity
+from shard_node.bags import TableLayout
+from shard_node.buckets import NodeIdentity, Partition
 from shard_node.cuda.card_set import CardSet
 from shard_node.engine.cpu import CpuEngine
 from shard_node.node import ShardNode
@@ -102,7 +106,8 @@ async def serve_shard(
             store=membership.store,
             stage_cpu_share=1.0 if is_alone else options.stage_cpu_share,
         )
-        partition = partial(settings.partition_of, options, plan, index, num_shards)
+        partition_of = trained_partition if options.train else settings.partition_of
+        partition = partial(partition_of, options, plan, index, num_shards)
         actions = NodeActions(node, fleet, partition, config, card_set=card_set)
         agent = Agent(fleet, actions, membership.agent)
         node.problems = partial(actions.problems, agent)
@@ -133,6 +138,19 @@ async def serve_shard(
             following.cancel()
             await asyncio.wait([following, watching, starting])
             await actions.close()
+
+
+def trained_partition(
+    options: ShardNodeConfig, plan: PlanFile | None, index: int, num_shards: int, snapshot: Snapshot
+) -> tuple[Partition, str]:
+    """Return as `settings.partition_of`. Raises ConfigError for tables with copies on shards, which would diverge."""
+    divided = settings.plan_of(options, plan, num_shards, snapshot)
+    tables = zip(TableLayout.of(snapshot.spec).tables, divided.shard_of_bucket, strict=True)
+    if copied := [table.name for table, owners in tables if owners[0] == REPLICATED]:
+        raise ConfigError(
+            f"--train: tables {copied} are copied to every shard, allowed is one copy: --replicate-bytes 0"
+        )
+    return divided.partition(index), divided.digest
 
 
 def open_trainer(options: ShardNodeConfig, node: ShardNode) -> Trainer:

@@ -56,7 +56,7 @@ class TrainingLogError(ShardrankError, http_status=409, grpc_status="FAILED_PREC
 
 
 class TrainingFailedError(UnavailableError, kind="training_failed"):
-    """The node could not write its log, and takes no more gradients: start it again. The message has the cause."""
+    """The node takes no more gradients: it ends, or could not write its log. The message has the cause."""
 
 
 class RemoteError(ShardrankError, kind="remote"):

@@ -248,11 +248,18 @@ class PushReceiver(Protocol):
     """Takes gradients, in any thread."""
 
     def submit(
-        self, model: str, version: int, body: Body, push: Push, done: Callable[[int | Exception], object]
+        self,
+        model: str,
+        version: int,
+        body: Body,
+        push: Push,
+        kept: Callable[[], object],
+        done: Callable[[int | Exception], object],
     ) -> None:
         """Apply a push; `done` is called once, with the slowest worker's step or an error, maybe at once.
 
-        `body` is that of the frame which the push is a view of. What `done` raises is ignored.
+        `body` is that of the frame which the push is a view of. `kept` is called before if the answer is withheld while
+        the push is durable, and its frame needed no more.
         """
 
     def report(self) -> TrainingReport:

@@ -5,12 +5,14 @@ The rules. A worker's steps are 1, 2, 3 and so on, and it pushes the next one on
     push of step s by a worker at step c       what it is
     s <= c                                     taken before: answered, not applied again
     s == c + 1                                 new: the worker's clock becomes s
-    s > c + 1                                  refused: a step is missing
+    s > c + 1, or the answer to c is withheld  refused: another step is due
 
 The answer to step s is released once s - (slowest clock of those who take part) <= bound: `bsp` is a bound of 0, with
 gradients summed and applied when the last one of the step is there; `ssp:N` a bound of N, and `asp` none, with
-gradients applied as they come. A worker that has been silent for `timeout_s`, while nothing of its was waited for, has
-left: nobody waits for it. It comes back at the step after the slowest one, and with its next push it takes part.
+gradients applied as they come. Until then s is the worker's next step, whatever it has forgotten: s + 1 is refused.
+
+A worker has left once an answer has been withheld for `timeout_s` because of it, counted from its own last answer if
+that came later: nobody waits for it. It comes back behind the slowest one, and with its next push it takes part.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ class Clocks:
         self.consistency, self._timeout_s = consistency, timeout_s
         self.steps = [0] * num_workers
         self.is_active = [True] * num_workers
-        # Since when nothing is waited for; infinity while an answer is withheld.
-        self._silent_since = [now] * num_workers
+        self._answered_at = [now] * num_workers
+        # Since when an answer is withheld; infinity while none is.
+        self._waiting_since = [math.inf] * num_workers
 
     @property
     def slowest(self) -> int:
@@ -60,7 +63,12 @@ class Clocks:
         return min(steps, default=max(self.steps))
 
     def resume_step(self, worker: int) -> int:
-        """Return the step at which a worker goes on: after its own, and after the slowest's if it had left."""
+        """Return the step at which a worker goes on: its own if that is not answered yet, else the one after it.
+
+        One that has left goes on after the slowest, if that is further.
+        """
+        if not self.is_released(self.steps[worker]):
+            return self.steps[worker]
         return 1 + (self.steps[worker] if self.is_active[worker] else max(self.steps[worker], self.slowest))
 
     def check(self, worker: int, step: int) -> Literal["new", "again"]:
@@ -77,22 +85,29 @@ class Clocks:
     def push(self, worker: int, step: int) -> None:
         """Take a push that is new."""
         self.steps[worker], self.is_active[worker] = step, True
-        self._silent_since[worker] = math.inf
 
     def is_released(self, step: int) -> bool:
         """Return whether a push of this step is answered by now."""
         return step - self.slowest <= self.consistency.bound
 
+    def waits(self, worker: int, now: float) -> None:
+        """Note that a worker's answer is withheld."""
+        self._waiting_since[worker] = min(self._waiting_since[worker], now)
+
     def answered(self, worker: int, now: float) -> None:
-        """Note that a worker was answered: silence begins."""
-        self._silent_since[worker] = now
+        """Note that a worker was answered."""
+        self._answered_at[worker], self._waiting_since[worker] = now, math.inf
 
     def silent(self, now: float) -> list[int]:
-        """Return who takes part and has been silent for too long."""
+        """Return for whom others have waited for too long."""
+        waiting_since, slowest = min(self._waiting_since), self.slowest
         return [
             worker
-            for worker, since in enumerate(self._silent_since)
-            if self.is_active[worker] and since + self._timeout_s <= now
+            for worker, answered_at in enumerate(self._answered_at)
+            if self.is_active[worker]
+            and self.steps[worker] == slowest
+            and self._waiting_since[worker] == math.inf
+            and max(answered_at, waiting_since) + self._timeout_s <= now
         ]
 
     def leave(self, worker: int) -> None:

@@ -1,22 +1,28 @@
 """The log and checkpoints of what is trained, in a folder that one process has: what was acknowledged is not lost.
 
-`log-N` has the changes since `checkpoint-N.safetensors`; checkpoint 0 is the snapshot itself and has no file. A record:
+`log-N` has the changes since `checkpoint-N.safetensors`; checkpoint 0 is the snapshot itself and has no file. A record,
+numbers little-endian:
 
-    bytes 0..4    length of the payload, uint32, little-endian
-    bytes 4..8    CRC-32 of the payload
-    payload       its first byte is the kind: 0 what is trained and how, as JSON, the first of each log; 1 the body of
-                  a PUSH frame; 2 a worker that has left, uint32
+    bytes 0..4      b"SRPL"
+    bytes 4..12     where the commit begins that the record is of, in the file
+    bytes 12..16    length of the payload
+    bytes 16..20    CRC-32 of bytes 4..16 and the payload
+    payload         its first byte is the kind: 0 what is trained and how, as JSON, the first of each log; 1 the body
+                    of a PUSH frame; 2 a worker that has left, uint32
 
-What follows the last whole record was being written when the process ended, and is cut off.
+What follows the last whole record was being written when the process ended, unless a record of a later commit follows:
+that log is damaged, and refused.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -32,24 +38,29 @@ logger = logging.getLogger(__name__)
 HEADER_KIND: Final = 0
 PUSH_KIND: Final = 1
 LEAVE_KIND: Final = 2
-_RECORD = struct.Struct("<II")
+_MAGIC: Final = b"SRPL"
+_RECORD = struct.Struct("<4sQII")
+_FILE: Final = re.compile(r"(?:log|checkpoint)-(\d+)(?:\.safetensors|\.new)?")
 
 
 class Record(NamedTuple):
-    """A record's kind and what follows it."""
+    """A record's kind and what follows it; where its commit begins in the file, and where the record ends."""
 
     kind: int
     content: memoryview
+    commit_at: int
+    end: int
 
 
 class PushLog:
     """A folder's newest checkpoint and the log that goes on from it. For one thread.
 
-    `identity` says what is trained and how: a folder of something else is refused. Raises TrainingLogError, also where
+    `identity` says what is trained and how: `records` refuses a log of something else. Raises TrainingLogError where
     another process has the folder; OSError.
 
     Attributes:
-        size_bytes: of the log.
+        size_bytes: of the log, with what is not committed yet.
+        checkpoint_bytes: of the checkpoint.
     """
 
     def __init__(self, folder: Path, identity: bytes) -> None:
@@ -59,14 +70,23 @@ class PushLog:
         if not try_lock(self._lock):
             self._lock.close()
             raise TrainingLogError(f"{folder}: another process trains in it")
-        numbers = [int(path.stem.partition("-")[2]) for path in folder.glob("checkpoint-*.safetensors")]
-        self._number = max(numbers, default=0)
-        self._remove_others()
+        checkpoints = [match for match in self._files() if match[0].endswith(".safetensors")]
+        self._number = max((int(match[1]) for match in checkpoints), default=0)
+        self._begin()
+
+    def _begin(self) -> None:
         self._file = self._log.open("ab")
         self.size_bytes = self._log.stat().st_size
+        self.checkpoint_bytes = self._checkpoint.stat().st_size if self._number else 0
+        # Where the next commit begins, and what it has.
+        self._commit_at, self._uncommitted = self.size_bytes, list[bytes | memoryview]()
         if not self.size_bytes:
-            self.append(HEADER_KIND, identity)
+            self.append(HEADER_KIND, self._identity)
             self.commit()
+            fsync_path(self._folder)
+
+    def _files(self) -> list[re.Match[str]]:
+        return [match for path in self._folder.iterdir() if (match := _FILE.fullmatch(path.name)) and path.is_file()]
 
     @property
     def _log(self) -> Path:
@@ -81,75 +101,88 @@ class PushLog:
         return load_numpy(self._checkpoint) if self._number else {}
 
     def records(self) -> Iterator[Record]:
-        """Yield the changes since the checkpoint, in order, and cut off what follows the last whole one."""
-        data = memoryview(self._log.read_bytes())
-        at, is_first = 0, True
+        """Yield the changes since the checkpoint, in order, and move aside what follows the last whole one.
+
+        Raises TrainingLogError for a damaged log, or one of another training.
+        """
+        content = self._log.read_bytes()
+        data, at = memoryview(content), 0
         while (record := _record_at(data, at)) is not None:
-            at += _RECORD.size + 1 + len(record.content)
-            if is_first and (record.kind, bytes(record.content)) != (HEADER_KIND, self._identity):
+            if at == 0 and (record.kind, bytes(record.content)) != (HEADER_KIND, self._identity):
                 was = bytes(record.content).decode(errors="replace")
                 raise TrainingLogError(f"{self._log} is of {was}, this process trains {self._identity.decode()}")
-            if not is_first:
+            if at:
                 yield record
-            is_first = False
+            at = record.end
         if at < len(data):
-            self._check_end(data, at)
-            logger.warning("%s: %d bytes after its last whole record are cut off", self._log, len(data) - at)
-            os.truncate(self._log, at)
-            fsync_path(self._log)
-            self.size_bytes = at
-            if is_first:
-                self.append(HEADER_KIND, self._identity)
-                self.commit()
+            self._cut(content, at)
+        # What a process before wrote may be in memory only; it is answered as kept from now on.
+        os.fdatasync(self._file.fileno())
+        for match in self._files():
+            if match[0] not in (self._log.name, self._checkpoint.name):
+                (self._folder / match[0]).unlink()
 
-    def _check_end(self, data: memoryview, at: int) -> None:
-        """Raise if whole records follow a damaged one: it was not being written when the process ended."""
-        if at + _RECORD.size <= len(data):
-            following = at + _RECORD.size + _RECORD.unpack_from(data, at)[0]
-            if _record_at(data, following) is not None:
-                raise TrainingLogError(f"{self._log}: the record at byte {at} is damaged, whole ones follow it")
+    def _cut(self, content: bytes, at: int) -> None:
+        following = at
+        while (following := content.find(_MAGIC, following + 1)) >= 0:
+            later = _record_at(memoryview(content), following)
+            if later is not None and later.commit_at > at:
+                raise TrainingLogError(f"{self._log}: the record at byte {at} is damaged, later commits follow it")
+        aside = self._folder / f"{self._log.name}.cut"
+        aside.write_bytes(content[at:])
+        logger.warning("%s: %d bytes after its last whole record go to %s", self._log, len(content) - at, aside)
+        self._file.close()
+        os.truncate(self._log, at)
+        self._begin()
 
     def append(self, kind: int, *content: bytes | memoryview) -> None:
-        """Add a record, which is durable after `commit`."""
-        crc, size = zlib.crc32(bytes([kind])), 1
-        for part in content:
-            crc, size = zlib.crc32(part, crc), size + len(part)
-        self._file.write(_RECORD.pack(size, crc) + bytes([kind]))
-        for part in content:
-            self._file.write(part)
-        self.size_bytes += _RECORD.size + size
+        """Add a record to the next commit; nothing is written before. The content must stay as it is until then."""
+        parts = [bytes([kind]), *content]
+        stated = _RECORD.pack(_MAGIC, self._commit_at, sum(map(len, parts)), 0)[4:-4]
+        crc = zlib.crc32(stated)
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        self._uncommitted += [_MAGIC + stated + struct.pack("<I", crc), *parts]
+        self.size_bytes += _RECORD.size + sum(map(len, parts))
 
     def commit(self) -> None:
-        """Make what was appended durable."""
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
+        """Write what was appended, and make it durable. After an error nothing more may be appended."""
+        if not self._uncommitted:
+            return
+        try:
+            for part in self._uncommitted:
+                self._file.write(part)
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
+        except BaseException:
+            # Pages that could not be written count as clean now: nobody may read them as kept.
+            with suppress(OSError):
+                os.truncate(self._log, self._commit_at)
+            raise
+        self._commit_at, self._uncommitted = self.size_bytes, []
 
     def replace(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Begin anew with a checkpoint of all that was appended."""
-        before, self._number = self._number, self._number + 1
-        self._file.close()
-        # First the log, so that a checkpoint always has one.
-        self._file = self._log.open("wb")
-        self.size_bytes = 0
-        self.append(HEADER_KIND, self._identity)
-        self.commit()
-        fsync_path(self._folder)
-        work = self._checkpoint.with_suffix(".new")
+        """Begin anew with a checkpoint of all that was committed."""
+        before, number = [self._log, self._checkpoint], self._number + 1
+        work = self._folder / f"checkpoint-{number}.new"
         save_file(dict(tensors), work)
         fsync_path(work)
+        self._file.close()
+        # The log first, so that a checkpoint always has one.
+        self._number = number
+        self._log.unlink(missing_ok=True)
+        with self._log.open("wb"):
+            pass
         rename(work, self._checkpoint)
-        logger.info("checkpoint %d replaces %d", self._number, before)
-        self._remove_others()
-
-    def _remove_others(self) -> None:
-        kept = {"lock", self._log.name, self._checkpoint.name}
-        for path in self._folder.iterdir():
-            if path.name not in kept and path.name.startswith(("log-", "checkpoint-")):
-                path.unlink()
+        self._begin()
+        logger.info("checkpoint %d is %d bytes", number, self.checkpoint_bytes)
+        for path in before:
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let another process have the folder."""
-        self._file.close()
+        """Let another process have the folder; what is not committed was never there."""
+        with suppress(OSError):
+            self._file.close()
         self._lock.close()
 
 
@@ -157,8 +190,11 @@ def _record_at(data: memoryview, at: int) -> Record | None:
     """Return the record that begins there; None if no whole one does."""
     if at + _RECORD.size > len(data):
         return None
-    size, crc = _RECORD.unpack_from(data, at)
-    payload = data[at + _RECORD.size : at + _RECORD.size + size]
-    if not size or len(payload) < size or zlib.crc32(payload) != crc:
+    magic, commit_at, size, crc = _RECORD.unpack_from(data, at)
+    end = at + _RECORD.size + size
+    if magic != _MAGIC or not size or end > len(data):
         return None
-    return Record(payload[0], payload[1:])
+    payload = data[at + _RECORD.size : end]
+    if zlib.crc32(payload, zlib.crc32(data[at + 4 : at + 16])) != crc:
+        return None
+    return Record(payload[0], payload[1:], commit_at, end)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from shard_node.engine.key_index import ABSENT
 from shard_node.errors import PushRefusedError
 from shard_node.training.push import Push
 from shard_node.training.row_optimizers import RowOptimizer, summed
+
+MAX_GRADIENT: Final = 1e9
+"""Sums of squares of a step's gradients stay finite in float32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,11 +73,17 @@ class TrainedRows:
                 raise PushRefusedError(
                     f"gradients of table {table.name!r} have {gradients.shape[1]} columns, rows {table.embedding_dim}"
                 )
-            if not np.isfinite(gradients).all():
-                at = int(np.flatnonzero(~np.isfinite(gradients).all(axis=1))[0])
-                raise PushRefusedError(f"the gradient of id {int(ids[at])} of table {table.name!r} holds NaN or inf")
-            before = [other.gradients[number][0] for other in pending if number in other.gradients]
-            self._engine.check_ids(number, np.concatenate([ids, *before]))
+            # NaN is not, either.
+            is_allowed = (np.abs(gradients) <= MAX_GRADIENT).all(axis=1)
+            if not is_allowed.all():
+                raise PushRefusedError(
+                    f"the gradient of id {int(ids[is_allowed.argmin()])} of table {table.name!r} has numbers that "
+                    f"are not within {MAX_GRADIENT:g} of 0"
+                )
+            # New keys count to the capacity together with those that wait.
+            waiting = pending if self._engine.layout.is_keyed[number] else ()
+            of_others = [other.gradients[number][0] for other in waiting if number in other.gradients]
+            self._engine.check_ids(number, np.concatenate([ids, *of_others]))
 
     def apply(self, pushes: Sequence[Push]) -> None:
         """Update rows by the gradients of pushes that were checked, of all of them together.

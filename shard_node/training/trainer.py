@@ -11,9 +11,9 @@ import logging
 import struct
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from loader.errors import OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
 from shard_node.engine.cpu import CpuEngine
-from shard_node.errors import PushRefusedError, TrainingFailedError
+from shard_node.errors import PushRefusedError, TrainingFailedError, TrainingLogError
 from shard_node.node import TrainingReport
 from shard_node.training.clocks import Clocks, Consistency
 from shard_node.training.push import Push
@@ -49,7 +49,7 @@ class TrainerConfig(Frozen):
         folder: of the log and of checkpoints; one node's own.
         consistency: bsp, ssp:N or asp.
         init_scale: rows of new keys begin with numbers between this and its negative.
-        worker_timeout_s: of silence, after which nobody waits for a worker.
+        worker_timeout_s: how long others wait for a worker before it has left.
         checkpoint_bytes: of the log, after which a checkpoint is written.
     """
 
@@ -71,6 +71,7 @@ class TrainerConfig(Frozen):
 class _Submitted(NamedTuple):
     push: Push
     body: Body
+    kept: Callable[[], object]
     done: Done
 
 
@@ -79,7 +80,7 @@ class Trainer:
 
     What it was taught before, in the same folder, is put back before it takes anything. `of` names what is trained:
     model, version, manifest identity and shard. Raises ConfigError for tables that can't be trained, TrainingLogError
-    for a folder that is another training's or damaged, OSError.
+    for a folder that is another training's, damaged, or can't be written, SnapshotError for such a checkpoint.
     """
 
     def __init__(
@@ -92,9 +93,12 @@ class Trainer:
         self._rows = TrainedRows(engine, config.optimizer, config.init_scale)
         # Gradients of a step that is summed, by worker, until the last one is there; answers that are withheld.
         self._pending: dict[int, Push] = {}
-        self._withheld: defaultdict[int, list[tuple[int, Done]]] = defaultdict(list)
+        self._withheld: dict[int, tuple[int, Done]] = {}
         how = config.model_dump(mode="json", include={"workers", "consistency", "optimizer", "init_scale"})
-        self._log = PushLog(config.folder, json.dumps(of | how, sort_keys=True).encode())
+        try:
+            self._log = PushLog(config.folder, json.dumps(of | how, sort_keys=True).encode())
+        except OSError as error:
+            raise TrainingLogError(f"{config.folder}: can't be written: {error}") from error
         try:
             self._restore()
         except BaseException:
@@ -107,7 +111,7 @@ class Trainer:
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
         self._thread.start()
 
-    def submit(self, model: str, version: int, body: Body, push: Push, done: Done) -> None:
+    def submit(self, model: str, version: int, body: Body, push: Push, kept: Callable[[], object], done: Done) -> None:
         """As `PushReceiver.submit`.
 
         Errors are PushRefusedError, InvalidBagsError, DeltaError for too many keys, OverloadedError, and
@@ -126,7 +130,7 @@ class Trainer:
             except ShardrankError as error:
                 done(error)
                 return
-            self._queue.append(_Submitted(push, body, done))
+            self._queue.append(_Submitted(push, body, kept, done))
             self._changed.notify()
 
     def report(self) -> TrainingReport:
@@ -145,13 +149,13 @@ class Trainer:
         try:
             while self._next():
                 pass
-        except Exception as error:
+        except BaseException as error:
             logger.exception("training ends: its log can't be written, or rows can't be changed")
             failure = f"{type(error).__name__}: {error}"
         with self._changed:
             self._failure = failure
             waiting = [submitted.done for submitted in (*self._batch, *self._queue)]
-            waiting += [done for withheld in self._withheld.values() for _, done in withheld if done not in waiting]
+            waiting += [done for _, done in self._withheld.values() if done not in waiting]
             self._queue.clear()
         for done in waiting:
             _tell(done, TrainingFailedError(failure))
@@ -168,17 +172,21 @@ class Trainer:
             self._batch = list(self._queue)
             self._queue.clear()
         now, timeout_s = self._clock(), self._config.worker_timeout_s
-        replies = [reply for submitted in self._batch for reply in self._receive(submitted)]
+        replies = [reply for submitted in self._batch for reply in self._receive(submitted, now)]
         for worker in self._clocks.silent(now):
-            logger.warning("worker %d has been silent for %g s: nobody waits for it any more", worker, timeout_s)
+            logger.warning("worker %d was waited for for %g s: nobody waits for it any more", worker, timeout_s)
             self._log.append(LEAVE_KIND, _WORKER.pack(worker))
             self._leave(worker)
         self._log.commit()
         replies += self._released(now)
+        for submitted in self._batch:
+            if (submitted.push.step, submitted.done) == self._withheld.get(submitted.push.worker):
+                _call(submitted.kept)
         self._batch, self._report = [], self._reported()
         for done, reply in replies:
             _tell(done, reply)
-        if self._log.size_bytes >= self._config.checkpoint_bytes and not self._pending:
+        # As many bytes of log as the last checkpoint has are worth another one.
+        if self._log.size_bytes >= max(self._config.checkpoint_bytes, self._log.checkpoint_bytes) and not self._pending:
             self._log.replace(self._tensors())
         return True
 
@@ -187,8 +195,8 @@ class Trainer:
         resume = tuple(map(clocks.resume_step, range(self._config.workers)))
         return TrainingReport(steps=tuple(clocks.steps), is_active=tuple(clocks.is_active), resume_steps=resume)
 
-    def _receive(self, submitted: _Submitted) -> list[tuple[Done, int | Exception]]:
-        """Log and apply a push, unless it was before; return the answer if it is refused."""
+    def _receive(self, submitted: _Submitted, now: float) -> list[tuple[Done, int | Exception]]:
+        """Log and apply a push, unless it was before; return answers to it, or to the one that it repeats."""
         push = submitted.push
         try:
             is_new = self._clocks.check(push.worker, push.step) == "new"
@@ -200,8 +208,13 @@ class Trainer:
             self._log.append(PUSH_KIND, submitted.body.data)
             # Pending gradients outlive the frame that they came in.
             self._apply(_copied(push) if self._consistency.is_summed else push)
-        self._withheld[push.worker].append((push.step, submitted.done))
-        return []
+        before = self._withheld.get(push.worker)
+        self._withheld[push.worker] = push.step, submitted.done
+        self._clocks.waits(push.worker, now)
+        if before is None:
+            return []
+        again = PushRefusedError(f"worker {push.worker} has pushed step {before[0]} again", kind="push_step")
+        return [(before[1], again)]
 
     def _apply(self, push: Push) -> None:
         self._clocks.push(push.worker, push.step)
@@ -222,14 +235,10 @@ class Trainer:
         self._apply_step()
 
     def _released(self, now: float) -> list[tuple[Done, int | Exception]]:
-        released: list[tuple[Done, int | Exception]] = []
-        for worker, withheld in self._withheld.items():
-            due = [done for step, done in withheld if self._clocks.is_released(step)]
-            if due:
-                released += [(done, self._clocks.slowest) for done in due]
-                withheld[:] = [(step, done) for step, done in withheld if not self._clocks.is_released(step)]
-                self._clocks.answered(worker, now)
-        return released
+        due = [worker for worker, (step, _) in self._withheld.items() if self._clocks.is_released(step)]
+        for worker in due:
+            self._clocks.answered(worker, now)
+        return [(self._withheld.pop(worker)[1], self._clocks.slowest) for worker in due]
 
     def _tensors(self) -> dict[str, npt.NDArray[Any]]:
         clocks = np.array([self._clocks.steps, self._clocks.is_active], np.int64)
@@ -256,9 +265,15 @@ class Trainer:
 
 
 def _tell(done: Done, reply: int | Exception) -> None:
-    # Whose event loop has ended is not told.
-    with suppress(RuntimeError):
-        done(reply)
+    _call(partial(done, reply))
+
+
+def _call(tell: Callable[[], object]) -> None:
+    # An event loop that has ended raises; whatever is raised is no reason to answer nobody else.
+    try:
+        tell()
+    except Exception as error:
+        logger.debug("nobody is told: %s", error)
 
 
 def _copied(push: Push) -> Push:

@@ -251,6 +251,8 @@ def decode_counts_answer(frame: Frame) -> dict[str, AccessCounts]:
 
 def encode_push(request_id: int, budget_us: int, model: str, version: int, push: Push) -> list[Buffer]:
     """Encode a PUSH frame, which looks into the push's arrays. Raises as `encode_pool`."""
+    if not (0 <= push.worker < 2**32 and 0 <= push.step < 2**64):
+        raise WireError(f"worker {push.worker}, step {push.step}: allowed are 0..2^32-1 and 0..2^64-1")
     arrays: list[Array] = [np.array(list(push.gradients), _INT32)]
     for ids, gradients in push.gradients.values():
         arrays += np.ascontiguousarray(ids, _INT64), np.ascontiguousarray(gradients, _FLOAT32)

@@ -233,18 +233,37 @@ class RequestHandler:
         num_ids, most = sum(ids.size for ids, _ in push.gradients.values()), self._limits.max_values_per_request
         if num_ids > most:
             raise PushRefusedError(f"a push has {num_ids} ids, a request may have at most {most}")
-        answer_bytes = HEADER.size + MAX_ERROR_BYTES
+        answer_bytes, frame_bytes = HEADER.size + MAX_ERROR_BYTES, HEADER.size + frame.body.size
         self._count_in(answer_bytes, peer)
+        is_kept = False
+
+        def kept() -> None:
+            # It may wait for workers whose pushes need the place and the bytes.
+            nonlocal is_kept
+            is_kept = True
+            self._count_out(answer_bytes, peer)
+            peer.account.refund(frame_bytes)
 
         def finished(reply: int | Exception) -> None:
-            self._count_out(answer_bytes, peer)
+            if is_kept:
+                # Whoever sends the answer gives back what the frame took.
+                peer.account.hold(frame_bytes)
+            else:
+                self._count_out(answer_bytes, peer)
             if isinstance(reply, Exception):
                 answer(self.failure(request_id, reply))
             else:
                 answer(messages.encode_pushed(request_id, reply))
 
         # From the trainer's thread, which ends before the loop does.
-        trainer.submit(model, version, frame.body, push, lambda reply: loop.call_soon_threadsafe(finished, reply))
+        trainer.submit(
+            model,
+            version,
+            frame.body,
+            push,
+            lambda: loop.call_soon_threadsafe(kept),
+            lambda reply: loop.call_soon_threadsafe(finished, reply),
+        )
 
     def _count_in(self, answer_bytes: int, peer: Peer) -> None:
         """Let a request wait for a thread, or raise OverloadedError."""

@@ -94,3 +94,12 @@ def test_what_was_acknowledged_is_there_after_a_kill(tmp_path, flags, snapshot):
 def test_flags_that_do_not_go_together_are_refused(tmp_path, more, says):
     result = shardrank("shard-node", "--shard", "0/1", "--listen", f"unix:{tmp_path}/a", *more, code=2)
     assert says in result.output.replace("-", "_") or says in result.output
+
+
+def test_copies_of_a_table_that_would_diverge_are_refused(tmp_path, flags):
+    with running(*flags, "--shard", "1/2") as program:
+        program.read_until(r"tables \['films'\] are copied to every shard, allowed is one copy: --replicate-bytes 0")
+        assert program.process.wait(30) == 1
+    with running(*flags, "--shard", "1/2", "--replicate-bytes", "0") as program:
+        program.read_until("shard 1/2 listens on")
+        assert program.stop() == 0

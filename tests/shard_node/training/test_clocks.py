@@ -44,13 +44,19 @@ def test_a_step_is_taken_once_and_none_is_left_out():
         made.check(2, 1)
 
 
-def test_who_is_silent_leaves_and_comes_back_behind_the_slowest():
+def test_who_others_wait_for_leaves_and_comes_back_behind_the_slowest():
     made = clocks("bsp", [4, 4, 3])
     for worker in (0, 1, 2):
         made.answered(worker, 100.0)
-    made.push(0, 5)  # waited for, not silent
-    assert made.silent(109.9) == []
-    assert made.silent(110.0) == [1, 2]
+    # Nobody waits: nobody is missed.
+    assert made.silent(1000.0) == []
+    made.waits(0, 1000.0)
+    made.waits(1, 1005.0)
+    made.waits(0, 1009.0)
+    assert (made.silent(1009.9), made.silent(1010.0)) == ([], [2])
+    # Its own answer came later than that: it is computing.
+    made.answered(2, 1006.0)
+    assert (made.silent(1015.9), made.silent(1016.0)) == ([], [2])
     made.leave(2)
     assert made.slowest == 4
     assert made.is_released(4)
@@ -59,6 +65,16 @@ def test_who_is_silent_leaves_and_comes_back_behind_the_slowest():
     assert made.check(2, 3) == "again"
     made.push(2, made.resume_step(2))
     assert (made.is_active[2], made.slowest) == (True, 4)
+
+
+def test_a_step_that_is_not_answered_yet_is_the_next_one():
+    """A worker that was killed pushes it again, and none after it: the gradients of that one wait to be added up."""
+    made = clocks("bsp", [1, 0])
+    assert (made.resume_step(0), made.check(0, 1)) == (1, "again")
+    with raises_kind("push_step", match="worker 0 is at step 1: it pushes step 1 next, not 2"):
+        made.check(0, 2)
+    made.push(1, 1)
+    assert (made.resume_step(0), made.check(0, 2)) == (2, "new")
 
 
 @given(

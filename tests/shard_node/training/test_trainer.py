@@ -24,6 +24,7 @@ from shard_node.training.trainer import Trainer, TrainerConfig
 from shard_node.wire import messages
 from shardrank_testing.errors import raises_kind
 from shardrank_testing.nodes import received
+from shardrank_testing.processes import wait_until
 from shardrank_testing.snapshots import model_of, table_of, write_snapshot
 
 SPEC = model_of(
@@ -51,7 +52,7 @@ class Server:
 
     def __init__(self, snapshot: Snapshot, folder: Path, shard: int = 0, num_shards: int = 1, **how: Any) -> None:
         plan = Plan.make(snapshot.spec, num_shards=num_shards, replicate_bytes=0)
-        self.clock, self.plan, self.shard = Clock(), plan, shard
+        self.clock, self.plan, self.shard, self.kept = Clock(), plan, shard, list[int]()
         engine = load_tables(snapshot, plan.partition(shard), plan.digest).engine
         assert isinstance(engine, CpuEngine)
         self.engine = engine
@@ -66,7 +67,8 @@ class Server:
             own[table] = ids[here], gradients[here]
         frame = received(messages.encode_push(1, 0, "m", 1, push._replace(gradients=own)))
         answers: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
-        self.trainer.submit(*messages.decode_push(frame)[:2], frame.body, messages.decode_push(frame)[2], answers.put)
+        model, version, decoded = messages.decode_push(frame)
+        self.trainer.submit(model, version, frame.body, decoded, lambda: self.kept.append(push.step), answers.put)
         return answers
 
     def is_here(self, table: int, one: int) -> bool:
@@ -252,12 +254,33 @@ def test_who_is_silent_is_not_waited_for_and_comes_back_behind_the_slowest(start
 def test_gradients_that_wait_for_others_outlive_the_process(start):
     server, whole = start(workers=2), start("whole", workers=2)
     lost = server.begin(push_of(0, 1))
+    # Its frame is let go of while the answer is withheld.
+    wait_until(lambda: server.kept == [1], "the push is in the log")
     server.trainer.close()
     assert isinstance(lost.get(timeout=NEVER_S), TrainingFailedError)
     again = start(workers=2)
-    pushed = [again.begin(push_of(0, 1)), again.begin(push_of(1, 1))]
+    # A worker that has forgotten all asks where it is, and is not let past what waits.
+    assert again.trainer.report().resume_steps == (1, 1)
+    with raises_kind("push_step", match="worker 0 is at step 1: it pushes step 1 next, not 2"):
+        again.push(push_of(0, 2))
+    pushed = [again.begin(push_of(0, 1)), again.begin(push_of(0, 1)), again.begin(push_of(1, 1))]
+    with raises_kind("push_step", match="worker 0 has pushed step 1 again"):
+        raise pushed.pop(0).get(timeout=NEVER_S)
     assert [answer.get(timeout=NEVER_S) for answer in pushed] == [1, 1]
     assert again.all_rows() == by_hand(whole, [[push_of(0, 1), push_of(1, 1)]])
+
+
+def test_a_log_that_can_not_be_written_ends_the_training_and_loses_nothing(start, monkeypatch):
+    server, whole = start(), start("whole")
+    server.push(push_of(0, 1))
+    monkeypatch.setattr("os.fdatasync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    for _ in range(2):
+        with pytest.raises(TrainingFailedError, match="No space left on device"):
+            server.push(push_of(0, 2))
+    monkeypatch.undo()
+    again = start()
+    assert again.all_rows() == by_hand(whole, [[push_of(0, 1)]])
+    assert again.push(push_of(0, 2)) == 2
 
 
 def ones(count: int, dim: int = 8) -> np.ndarray:
@@ -269,7 +292,8 @@ def ones(count: int, dim: int = 8) -> np.ndarray:
     [
         ({3: (np.arange(2), ones(2))}, "push_refused", r"table 3 is none of 0\.\.2"),
         ({FILMS: (np.arange(2), ones(2, 4))}, "push_refused", "table 'films' have 4 columns, rows 8"),
-        ({FILMS: (np.array([5, 6]), ones(2) * [[1], [np.inf]])}, "push_refused", "of id 6 of table 'films' holds NaN"),
+        ({FILMS: (np.array([5, 6]), ones(2) * [[1], [np.nan]])}, "push_refused", "of id 6 of table .films. has"),
+        ({FILMS: (np.array([5]), ones(1) * 2e9)}, "push_refused", "of id 5 .* are not within 1e\\+09 of 0"),
         ({FILMS: (np.array([5, 400]), ones(2))}, "invalid_bags", "row 400 of table 'films' is outside it"),
         ({FILMS: (np.array([-1]), ones(1))}, "invalid_bags", "row -1 of table 'films' is outside it"),
         ({WORDS: (np.arange(1, 1001), ones(1000))}, "key_capacity", "1040 keys with 1000 new ones"),

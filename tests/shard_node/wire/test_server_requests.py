@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,9 +220,9 @@ async def test_a_node_that_does_not_train_refuses_pushes(place, tmp_path):
 class Taker:
     """Answers what pushes are at once, from another thread."""
 
-    def submit(self, model, version, body, push, done):
+    def submit(self, model, version, body, push, kept, done):
         said = WireError("no") if push.step == 13 else push.step + push.worker
-        threading.Thread(target=done, args=(said,)).start()
+        threading.Thread(target=lambda: (push.step % 2 and kept(), done(said))).start()
 
     def report(self):
         return TrainingReport(steps=(1,), is_active=(True,), resume_steps=(2,))
@@ -240,7 +241,33 @@ async def test_pushes_are_answered_from_the_trainers_thread(place, tmp_path):
         with raises_kind("push_refused", match="a push has 120 ids, a request may have at most 100"):
             await client.push(MODEL, VERSION, Push(2, 1, gradients | {2: gradients[1], 0: gradients[1]}), NEVER_S)
         assert (await client.info()).training == node.trainer.report()
-        assert server.in_flight == 0
+        assert (server.in_flight, server.buffers.buffered) == (0, 0)
+
+
+async def test_pushes_that_wait_take_no_place_and_no_bytes(place, tmp_path):
+    """More of them than may be in flight, and of more bytes than may be held: the last one is what they wait for."""
+    waiting: list[Any] = []
+
+    class Barrier(Taker):
+        def submit(self, model, version, body, push, kept, done):
+            waiting.append(done)
+            kept()
+            if len(waiting) == 20:
+                for number, answer in enumerate(waiting):
+                    answer(number)
+
+    node, gradients = small_node(), {1: (np.arange(1000), np.ones((1000, 8), np.float32))}
+    node.trainer = Barrier()
+    limits = ServerLimits(max_in_flight=2, max_frame_bytes=50_000, max_buffered_bytes=200_000)
+    async with place.client(tmp_path, node, limits) as (server, client):
+        pushed = []
+        for worker in range(19):
+            pushed.append(asyncio.ensure_future(client.push(MODEL, VERSION, Push(worker, 1, gradients), NEVER_S)))
+            await until(lambda worker=worker: len(waiting) > worker)
+        await until(lambda: (server.in_flight, server.buffers.buffered) == (0, 0))
+        assert await client.push(MODEL, VERSION, Push(19, 1, gradients), NEVER_S) == 19
+        assert await asyncio.gather(*pushed) == list(range(19))
+        await until(lambda: server.buffers.buffered == 0)
 
 
 async def test_counts_of_an_earlier_release_are_refused(place, tmp_path):
