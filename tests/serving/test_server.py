@@ -18,6 +18,7 @@ from shardrank_testing.serving_api import MODEL, ApiModel, Gate, api_request, ga
 from shardrank_testing.serving_process import serving_process
 
 
+@pytest.mark.nightly
 def test_two_processes_share_ports_and_metrics(api_model, tmp_path):
     with (
         serving_process(api_model.path, metrics_folder=tmp_path) as first,

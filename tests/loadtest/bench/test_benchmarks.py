@@ -39,6 +39,7 @@ def medians(subjects: dict[str, Any], name: str) -> dict[str, float]:
     return {subject: measures[name]["median"] for subject, measures in subjects.items()}
 
 
+@pytest.mark.nightly
 def test_lookup_compares_five_ways_to_read_the_same_rows(bench) -> None:
     """That all give the same is checked before they are measured."""
     tables, _ = bench("lookup", "--table-gb", "0.002", "--dim", "8", "--seconds", "0", rounds=2)

@@ -104,6 +104,7 @@ async def test_a_killed_load_ends_the_drill(tmp_path: Path):
         await drill()
 
 
+@pytest.mark.nightly
 async def test_a_load_that_can_not_begin_says_why(tmp_path: Path):
     async with serving(tmp_path) as server:
         with pytest.raises(ConfigError, match="No such file or directory"):

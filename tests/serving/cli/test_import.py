@@ -184,6 +184,7 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.nightly
 def test_an_import_that_was_killed_is_the_same_version_when_it_is_run_again(tmp_path: Path) -> None:
     words = write(tmp_path, "tfra")
     shardrank("import", *words[:2], "--describe", "--model", tmp_path / "shop.json")

@@ -191,6 +191,7 @@ def test_a_node_that_dies_is_shown_within_5_s(shown, page):
     expect(row.first).to_contain_text("ready")
 
 
+@pytest.mark.nightly
 def test_the_button_rolls_back_by_keyboard_for_the_right_token(shown, page, errors):
     live = shown.live_version()
     shown.start_rollout(3 - live)

@@ -136,6 +136,7 @@ async def test_nodes_leave_join_and_die_under_load_and_nothing_fails(versions, s
             await load.some_more(100)
 
 
+@pytest.mark.nightly
 async def test_the_version_before_answers_while_the_live_one_has_no_replica(versions, store, folder):
     """In a by-replica rollout: by itself, request by request, but nobody who names the live version."""
     async with agent_fleet(folder, store, shards=1, replicas=3) as fleet:
