@@ -9,11 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from pydantic import FilePath, ValidationInfo, model_validator
+from pydantic import FilePath, ValidationInfo, field_validator, model_validator
 
 from loader.errors import ConfigError
 from serving.observe.logs import LogFormat, LogLevel
 from serving.settings import Limits, Policy, Settings, Shard, Staleness, Store, WhenStales, setting
+from shard_node.training.clocks import Consistency
 
 if TYPE_CHECKING:
     from loader.stores.cache import StorePlace
@@ -355,7 +356,7 @@ class TrainSettings(Settings):
     """Of the log of gradients and of checkpoints, this node's own; what was trained in it before is put back."""
     train_workers: int = setting(1, ge=1, le=1024)
     """How many workers push, numbered from 0."""
-    train_consistency: str = setting("bsp", "bsp|ssp:N|asp", pattern=r"^(bsp|asp|ssp:[1-9]\d{0,8})$")
+    train_consistency: str = setting("bsp", "bsp|ssp:N|asp")
     """bsp: gradients of a step are added up, once all have pushed. ssp:N: applied as they come, and answered once the
     slowest is at most N steps behind. asp: as they come."""
     train_optimizer: Literal["adagrad", "adam", "sgd"] = "adagrad"
@@ -366,6 +367,12 @@ class TrainSettings(Settings):
     """Rows of new keys begin with numbers between this and its negative."""
     worker_timeout_s: float = setting(30.0, gt=0)
     """How long others wait for a worker before it has left; it may come back."""
+
+    @field_validator("train_consistency")
+    @classmethod
+    def _check_consistency(cls, text: str) -> str:
+        Consistency.parse(text)
+        return text
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:

@@ -42,7 +42,7 @@ def training_traffic(step: TrainingStep) -> dict[str, Any]:
     dense_bytes, row_bytes = step.params * step.number_bytes, step.dim * step.number_bytes
     server_link, ring_link = pushed_and_pulled * dense_bytes / step.servers, passed_on * dense_bytes / workers
     by_servers, by_ring = pushed_and_pulled * step.worker_ids * row_bytes, passed_on * step.rows * row_bytes
-    crossover = passed_on * step.rows / pushed_and_pulled
+    crossover, touched = passed_on * step.rows / pushed_and_pulled, min(workers * step.worker_ids, step.rows)
     hybrid = passed_on * dense_bytes + by_servers
     all_reduce, servers = passed_on * dense_bytes + by_ring, pushed_and_pulled * dense_bytes + by_servers
     return {
@@ -56,8 +56,8 @@ def training_traffic(step: TrainingStep) -> dict[str, Any]:
             "server_bytes": by_servers,
             "all_reduce_bytes": by_ring,
             "ratio": by_ring / by_servers,
-            "touched_rows": min(workers * step.worker_ids, step.rows),
-            "touched_share": min(1.0, workers * step.worker_ids / step.rows),
+            "touched_rows": touched,
+            "touched_share": touched / step.rows,
             "crossover_ids": crossover,
             "fewer_bytes": "servers" if step.worker_ids < crossover else "all-reduce",
         },

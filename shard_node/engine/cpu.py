@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -127,13 +127,9 @@ class CpuEngine:
 
         For the thread that writes rows: another one may see a row that is half written.
         """
-        arenas, slots = self._placement.locate_rows(table, rows)
+        arena, slots = self._placement.locate_rows(table, rows)
         spec = self.layout.tables[table]
-        stored = np.empty((rows.size, RowCodec(spec.dtype, spec.embedding_dim).row_bytes), np.uint8)
-        for number in np.unique(arenas).tolist():
-            chosen = (arenas == number).nonzero()[0]
-            stored[chosen] = self._arenas[number].take(slots[chosen])
-        return stored
+        return self._copied(np.unique(arena).tolist(), arena, slots, RowCodec(spec.dtype, spec.embedding_dim).row_bytes)
 
     def _change_keys(self, writes: Sequence[RowWrite], calls: Sequence[Callable[[], object]]) -> None:
         self._row_lock.begin_write()
@@ -249,9 +245,14 @@ class CpuEngine:
         """Copy the row of each value as it is stored, uint8 [n, row_bytes]."""
         if len(group.arenas) == 1:
             return self._arenas[group.arenas[0]].take(self._slots(group, bags, values_per_key))
-        arena, slots = self._placement.locate(bags, values_per_key)
-        rows = np.empty((slots.size, group.group.row_bytes), np.uint8)
-        for number in group.arenas:
+        return self._copied(group.arenas, *self._placement.locate(bags, values_per_key), group.group.row_bytes)
+
+    def _copied(
+        self, numbers: Iterable[int], arena: npt.NDArray[np.uint16], slots: Int64Array, row_bytes: int
+    ) -> StoredRows:
+        """Copy rows that lie in arenas of these numbers, int64 [n] slots of each row's arena, uint16 [n]."""
+        rows = np.empty((slots.size, row_bytes), np.uint8)
+        for number in numbers:
             chosen = (arena == number).nonzero()[0]
             rows[chosen] = self._arenas[number].take(slots[chosen])
         return rows

@@ -16,6 +16,7 @@ that log is damaged, and refused.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -39,7 +40,9 @@ HEADER_KIND: Final = 0
 PUSH_KIND: Final = 1
 LEAVE_KIND: Final = 2
 _MAGIC: Final = b"SRPL"
-_RECORD = struct.Struct("<4sQII")
+_STATED = struct.Struct("<QI")
+_CRC = struct.Struct("<I")
+_HEAD_BYTES: Final = len(_MAGIC) + _STATED.size + _CRC.size
 _FILE: Final = re.compile(r"(?:log|checkpoint)-(\d+)(?:\.safetensors|\.new)?")
 
 
@@ -138,12 +141,9 @@ class PushLog:
     def append(self, kind: int, *content: bytes | memoryview) -> None:
         """Add a record to the next commit; nothing is written before. The content must stay as it is until then."""
         parts = [bytes([kind]), *content]
-        stated = _RECORD.pack(_MAGIC, self._commit_at, sum(map(len, parts)), 0)[4:-4]
-        crc = zlib.crc32(stated)
-        for part in parts:
-            crc = zlib.crc32(part, crc)
-        self._uncommitted += [_MAGIC + stated + struct.pack("<I", crc), *parts]
-        self.size_bytes += _RECORD.size + sum(map(len, parts))
+        stated = _STATED.pack(self._commit_at, sum(map(len, parts)))
+        self._uncommitted += [_MAGIC + stated + _CRC.pack(_crc(stated, *parts)), *parts]
+        self.size_bytes += _HEAD_BYTES + sum(map(len, parts))
 
     def commit(self) -> None:
         """Write what was appended, and make it durable. After an error nothing more may be appended."""
@@ -186,15 +186,18 @@ class PushLog:
         self._lock.close()
 
 
+def _crc(*parts: bytes | memoryview) -> int:
+    return functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0)
+
+
 def _record_at(data: memoryview, at: int) -> Record | None:
     """Return the record that begins there; None if no whole one does."""
-    if at + _RECORD.size > len(data):
+    head, payload_at = data[at : at + _HEAD_BYTES], at + _HEAD_BYTES
+    if len(head) < _HEAD_BYTES or bytes(head[: len(_MAGIC)]) != _MAGIC:
         return None
-    magic, commit_at, size, crc = _RECORD.unpack_from(data, at)
-    end = at + _RECORD.size + size
-    if magic != _MAGIC or not size or end > len(data):
+    stated, (crc,) = head[len(_MAGIC) : -_CRC.size], _CRC.unpack(head[-_CRC.size :])
+    commit_at, size = _STATED.unpack(stated)
+    payload = data[payload_at : payload_at + size]
+    if not size or len(payload) < size or _crc(stated, payload) != crc:
         return None
-    payload = data[at + _RECORD.size : end]
-    if zlib.crc32(payload, zlib.crc32(data[at + 4 : at + 16])) != crc:
-        return None
-    return Record(payload[0], payload[1:], commit_at, end)
+    return Record(payload[0], payload[1:], commit_at, payload_at + size)

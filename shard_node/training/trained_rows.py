@@ -18,6 +18,7 @@ from loader.snapshot.buckets import splitmix64
 from shard_node.bags import Float32Array, Int64Array
 from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.key_index import ABSENT
+from shard_node.engine.keyed_tables import MISSING_ROW
 from shard_node.errors import PushRefusedError
 from shard_node.training.push import Push
 from shard_node.training.row_optimizers import RowOptimizer, summed
@@ -97,28 +98,28 @@ class TrainedRows:
                 self._apply(number, *summed(ids, np.concatenate([gradients for _, gradients in parts])))
 
     def _apply(self, number: int, ids: Int64Array, gradients: Float32Array) -> None:
-        of_table, is_keyed = self._tables[number], bool(self._engine.layout.is_keyed[number])
-        at = self._engine.rows_of_ids(number, ids)
+        of_table, at = self._tables[number], self._engine.rows_of_ids(number, ids)
+        # New keys have no row yet: that of missing ones stands in.
         is_new = at == ABSENT
-        values = np.empty(gradients.shape, np.float32)
-        values[~is_new] = self._engine.read_rows(number, at[~is_new]).view(np.float32)
-        if is_new.any():
-            values[is_new] = self._initial(ids[is_new], gradients.shape[1])
-        state = of_table.state[np.where(is_new, 0, at)]
-        state[is_new] = 0
+        known = np.where(is_new, MISSING_ROW, at)
+        values, state = self._engine.read_rows(number, known).view(np.float32), of_table.state[known]
+        values[is_new], state[is_new] = self._initial(ids[is_new], gradients.shape[1]), 0
         self._optimizer.update(values, state, gradients)
-        self._write(number, ids, values)
-        at = self._engine.rows_of_ids(number, ids) if is_new.any() else at
-        of_table.state[at], of_table.is_changed[at] = state, True
-        if is_keyed:
-            of_table.keys[at] = ids
+        self._put(number, of_table, ids, values, state)
 
-    def _write(self, number: int, ids: Int64Array, values: Float32Array) -> None:
-        stored = np.ascontiguousarray(values).view(np.uint8)
+    def _put(
+        self, number: int, of_table: _TableState, ids: Int64Array, values: Float32Array, state: Float32Array
+    ) -> None:
+        """Write rows and their state; `ids` ascend."""
+        stored = values.view(np.uint8)
         if self._engine.layout.is_keyed[number]:
             self._engine.update_keys((number,), ids, stored)
         else:
             self._engine.write_rows(number, ids, stored)
+        at = self._engine.rows_of_ids(number, ids)
+        of_table.state[at], of_table.is_changed[at] = state, True
+        if of_table.keys.size:
+            of_table.keys[at] = ids
 
     def _initial(self, keys: Int64Array, dim: int) -> Float32Array:
         of_keys, columns = splitmix64(keys.view(np.uint64)), np.arange(dim, dtype=np.uint64)
@@ -140,14 +141,9 @@ class TrainedRows:
         """Put back what `tensors` returned, over the rows of the same snapshot."""
         for name, number, of_table in self._named():
             order = np.argsort(tensors[f"{name}.ids"])
-            ids = tensors[f"{name}.ids"][order]
-            if not ids.size:
-                continue
-            self._write(number, ids, tensors[f"{name}.rows"][order])
-            at = self._engine.rows_of_ids(number, ids)
-            of_table.state[at], of_table.is_changed[at] = tensors[f"{name}.state"][order], True
-            if of_table.keys.size:
-                of_table.keys[at] = ids
+            if order.size:
+                ids, rows, state = (tensors[f"{name}.{what}"][order] for what in ("ids", "rows", "state"))
+                self._put(number, of_table, ids, rows, state)
 
     def _named(self) -> Iterator[tuple[str, int, _TableState]]:
         for number, of_table in self._tables.items():

@@ -105,7 +105,7 @@ class Trainer:
             self._log.close()
             raise
         self._report = self._reported()
-        self._queue, self._batch = deque[_Submitted](), list[_Submitted]()
+        self._queue = deque[_Submitted]()
         self._changed = threading.Condition()
         self._is_closed, self._failure = False, ""
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
@@ -154,11 +154,11 @@ class Trainer:
             failure = f"{type(error).__name__}: {error}"
         with self._changed:
             self._failure = failure
-            waiting = [submitted.done for submitted in (*self._batch, *self._queue)]
-            waiting += [done for _, done in self._withheld.values() if done not in waiting]
+            waiting = [submitted.done for submitted in self._queue]
+            waiting += [done for _, done in self._withheld.values()]
             self._queue.clear()
         for done in waiting:
-            _tell(done, TrainingFailedError(failure))
+            _call(partial(done, TrainingFailedError(failure)))
         self._log.close()
 
     def _next(self) -> bool:
@@ -169,22 +169,21 @@ class Trainer:
                 self._changed.wait(min(1.0, self._config.worker_timeout_s / 4))
             if self._is_closed:
                 return False
-            self._batch = list(self._queue)
-            self._queue.clear()
+            batch = len(self._queue)
         now, timeout_s = self._clock(), self._config.worker_timeout_s
-        replies = [reply for submitted in self._batch for reply in self._receive(submitted, now)]
+        accepted = [submitted for _ in range(batch) if (submitted := self._receive(now)) is not None]
         for worker in self._clocks.silent(now):
             logger.warning("worker %d was waited for for %g s: nobody waits for it any more", worker, timeout_s)
             self._log.append(LEAVE_KIND, _WORKER.pack(worker))
             self._leave(worker)
         self._log.commit()
-        replies += self._released(now)
-        for submitted in self._batch:
+        released = self._released(now)
+        self._report = self._reported()
+        for submitted in accepted:
             if (submitted.push.step, submitted.done) == self._withheld.get(submitted.push.worker):
                 _call(submitted.kept)
-        self._batch, self._report = [], self._reported()
-        for done, reply in replies:
-            _tell(done, reply)
+        for done in released:
+            _call(partial(done, self._clocks.slowest))
         # As many bytes of log as the last checkpoint has are worth another one.
         if self._log.size_bytes >= max(self._config.checkpoint_bytes, self._log.checkpoint_bytes) and not self._pending:
             self._log.replace(self._tensors())
@@ -195,26 +194,30 @@ class Trainer:
         resume = tuple(map(clocks.resume_step, range(self._config.workers)))
         return TrainingReport(steps=tuple(clocks.steps), is_active=tuple(clocks.is_active), resume_steps=resume)
 
-    def _receive(self, submitted: _Submitted, now: float) -> list[tuple[Done, int | Exception]]:
-        """Log and apply a push, unless it was before; return answers to it, or to the one that it repeats."""
+    def _receive(self, now: float) -> _Submitted | None:
+        """Log and apply the next push, unless it was before; None if it is refused.
+
+        Whoever is neither told nor in the queue is among those whose answer is withheld.
+        """
+        with self._changed:
+            submitted = self._queue.popleft()
         push = submitted.push
         try:
             is_new = self._clocks.check(push.worker, push.step) == "new"
             if is_new:
                 self._rows.check(push, self._pending.values())
         except Exception as error:
-            return [(submitted.done, error)]
+            _call(partial(submitted.done, error))
+            return None
+        before, self._withheld[push.worker] = self._withheld.get(push.worker), (push.step, submitted.done)
+        if before is not None:
+            again = PushRefusedError(f"worker {push.worker} has pushed step {before[0]} again", kind="push_step")
+            _call(partial(before[1], again))
+        self._clocks.waits(push.worker, now)
         if is_new:
             self._log.append(PUSH_KIND, submitted.body.data)
-            # Pending gradients outlive the frame that they came in.
-            self._apply(_copied(push) if self._consistency.is_summed else push)
-        before = self._withheld.get(push.worker)
-        self._withheld[push.worker] = push.step, submitted.done
-        self._clocks.waits(push.worker, now)
-        if before is None:
-            return []
-        again = PushRefusedError(f"worker {push.worker} has pushed step {before[0]} again", kind="push_step")
-        return [(before[1], again)]
+            self._apply(push)
+        return submitted
 
     def _apply(self, push: Push) -> None:
         self._clocks.push(push.worker, push.step)
@@ -234,11 +237,11 @@ class Trainer:
         self._clocks.leave(worker)
         self._apply_step()
 
-    def _released(self, now: float) -> list[tuple[Done, int | Exception]]:
+    def _released(self, now: float) -> list[Done]:
         due = [worker for worker, (step, _) in self._withheld.items() if self._clocks.is_released(step)]
         for worker in due:
             self._clocks.answered(worker, now)
-        return [(self._withheld.pop(worker)[1], self._clocks.slowest) for worker in due]
+        return [self._withheld.pop(worker)[1] for worker in due]
 
     def _tensors(self) -> dict[str, npt.NDArray[Any]]:
         clocks = np.array([self._clocks.steps, self._clocks.is_active], np.int64)
@@ -257,15 +260,8 @@ class Trainer:
             else:
                 _, _, push = decode_push_body(np.frombuffer(record.content, np.uint8))
                 self._apply(push)
-        # Silence is counted from now on, of those that were answered and of those that were not.
-        for worker in range(self._config.workers):
-            self._clocks.answered(worker, self._clock())
         if num_records or tensors:
             logger.info("training goes on at steps %s, after %d records", self._clocks.steps, num_records)
-
-
-def _tell(done: Done, reply: int | Exception) -> None:
-    _call(partial(done, reply))
 
 
 def _call(tell: Callable[[], object]) -> None:
@@ -274,8 +270,3 @@ def _call(tell: Callable[[], object]) -> None:
         tell()
     except Exception as error:
         logger.debug("nobody is told: %s", error)
-
-
-def _copied(push: Push) -> Push:
-    gradients = {table: (ids.copy(), rows.copy()) for table, (ids, rows) in push.gradients.items()}
-    return push._replace(gradients=gradients)
