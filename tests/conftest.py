@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 # nothing, are a quarter.
 gc.set_threshold(100_000)
 # How long an example takes says something of the machine, and of what else runs there, nothing of the code.
-settings.register_profile("ci", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", settings.get_profile("ci"), max_examples=200)
 settings.load_profile("ci")
 

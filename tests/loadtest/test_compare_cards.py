@@ -130,6 +130,7 @@ def test_every_arm_is_measured_and_has_the_same_scores(tmp_path: Path):
         assert all(measures[name]["median"] > 0 for measures in subjects.values())
 
 
+@pytest.mark.nightly
 def test_a_server_has_the_models_scores_over_every_api(tmp_path: Path):
     loads = {
         api: OfferedLoad(

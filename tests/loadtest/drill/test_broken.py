@@ -42,6 +42,7 @@ def test_damage_comes_to_every_file_and_is_found(snapshot: Path, tmp_path: Path,
     assert hit == set(files)
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_leaves_nothing_behind(snapshot: Path, tmp_path: Path):
     (tmp_path / "store").mkdir()
     # Else Python would leave compiled modules that are cut off at the limit.

@@ -33,6 +33,7 @@ def results(tmp_path) -> Results:
     return Results(tmp_path / "gpu.json", {"benchmark": "gpu"})
 
 
+@pytest.mark.nightly
 @with_cards
 def test_pooling_is_measured_at_every_size(kind, results):
     cards = card_factory(kind)(1)

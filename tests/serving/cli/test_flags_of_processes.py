@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 
 from router.plan_file import PlanFile, RanksOfBuckets, TablePlan
 from serving.embedded import Ranker
@@ -18,6 +19,7 @@ from shardrank_testing.serving_api import MODEL, ApiModel, api_request, api_spec
 from shardrank_testing.snapshots import num_buckets
 
 
+@pytest.mark.nightly
 def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bucket: Bucket, tmp_path: Path) -> None:
     where = ("--store", bucket.url, "--store-cache", tmp_path / "cache", "--store-cache-gb", 0.5)
     registry = ("--registry", tmp_path / "registry")
@@ -39,6 +41,7 @@ def test_a_version_at_a_url_is_served_as_from_its_folder(api_model: ApiModel, bu
 TRACE, SPAN = f"{7:032x}", f"{5:016x}"
 
 
+@pytest.mark.nightly
 def test_a_serving_process_and_a_node_send_one_trace(api_model, folder, monkeypatch):
     monkeypatch.setenv("SHARDRANK_TRACE_PROTOCOL", "grpc")
     settings = folder / "serve.toml"
@@ -72,6 +75,7 @@ def swapped(table: TablePlan) -> TablePlan:
     return table.model_copy(update={"slices": tuple(ranks)})
 
 
+@pytest.mark.nightly
 def test_a_fleet_serves_by_the_plan_in_the_snapshot_or_a_named_one(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(api_spec().model_dump_json())
     where = ("--shards", "2", "--cards", "2", "--replicate-bytes", "0", "--out", tmp_path / "plan.json")

@@ -130,7 +130,7 @@ def test_a_node_whose_cards_have_failed_leaves_with_their_error(folder: Path, fi
         ("shard-node", "{folder}/notify"),
         pytest.param("alone", "@{folder}/notify", marks=pytest.mark.nightly),
         pytest.param("serve", "{folder}/notify", marks=pytest.mark.nightly),
-        ("workers", "@{folder}/notify"),
+        pytest.param("workers", "@{folder}/notify", marks=pytest.mark.nightly),
     ],
 )
 def test_systemd_is_notified_once_a_process_is_ready(

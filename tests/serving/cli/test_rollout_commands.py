@@ -277,6 +277,7 @@ def test_what_cannot_be_rolled_out_is_one_line_and_code_1(tmp_path: Path, where:
         assert "no earlier version" in shardrank("rollback", MODEL, *where, code=1).stderr
 
 
+@pytest.mark.nightly
 def test_a_killed_coordinator_process_is_taken_over_from(tmp_path: Path, where: Where, monkeypatch) -> None:
     with in_background(played_fleet(tmp_path, coordinator=False)):
         arguments, slow = ("coordinator", *where), tmp_path / "slow.toml"
@@ -294,6 +295,7 @@ def test_a_killed_coordinator_process_is_taken_over_from(tmp_path: Path, where: 
             assert second.stop(signal.SIGTERM) == 0
 
 
+@pytest.mark.nightly
 def test_a_dashboard_shows_a_fleet_until_it_is_stopped(tmp_path: Path, where: Where) -> None:
     with in_background(played_fleet(tmp_path)), running("dashboard", *where, "--port", "0") as dashboard:
         url = dashboard.read_until(r"dashboard: (http://127.0.0.1:\d+/)")[1]

@@ -156,6 +156,7 @@ def is_shown(page: Page, selector: str, text: str) -> None:
     expect(page.locator(selector).filter(has_text=text).first).to_be_visible()
 
 
+@pytest.mark.nightly
 def test_it_shows_a_rollout_from_its_start_to_the_flip(shown, page):
     old = shown.live_version()
     new = 3 - old
@@ -180,6 +181,7 @@ def test_it_shows_a_rollout_from_its_start_to_the_flip(shown, page):
     page.wait_for_selector("svg.plot polyline", state="attached")
 
 
+@pytest.mark.nightly
 def test_a_node_that_dies_is_shown_within_5_s(shown, page):
     row = page.locator("#shards tr").filter(has_text="shard-1-1")
     expect(row.first).to_contain_text("ready")

@@ -203,6 +203,7 @@ def test_a_damaged_version_is_refused_and_the_old_one_serves_on(fleet: Program, 
     assert {(status, version) for status, version, _ in answers} == {(200, 1)}
 
 
+@pytest.mark.nightly
 def test_what_was_rolled_out_is_live_again_after_a_restart(fleet: Program, store: Path) -> None:
     # The last test of this fleet.
     shardrank("rollout", "start", "films", 2, "--store", store, "--follow")
@@ -271,6 +272,7 @@ def test_one_of_two_replicas_may_die(other_store: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "shard_unavailable")
 
 
+@pytest.mark.nightly
 def test_a_version_that_misses_its_golden_scores_is_not_served(other_store: Path) -> None:
     # A tolerance that quantised rows can't meet.
     rewrite_manifest(other_store / "films" / "1", lambda manifest: manifest["golden"].update(tolerance=1e-9))

