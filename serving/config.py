@@ -367,6 +367,10 @@ class TrainSettings(Settings):
     """Rows of new keys begin with numbers between this and its negative."""
     worker_timeout_s: float = setting(30.0, gt=0)
     """How long others wait for a worker before it has left; it may come back."""
+    publish_registry: str | None = setting(None, "URL|FOLDER")
+    """With --train: publish rows that were trained to the fleet of this registry, of the version that is live there."""
+    publish_rows_s: float = setting(2.0, gt=0)
+    """With --publish-registry: every so many seconds."""
 
     @field_validator("train_consistency")
     @classmethod

@@ -13,9 +13,11 @@ from typing import Final
 import torch
 import uvloop
 
+from loader.deltas.blocking_publisher import DeltaPublisher
 from loader.errors import ConfigError, RegistryUnavailableError
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
+from loader.registry import open_registry
 from loader.registry.fleet import FleetRecord, FleetRegistry
 from loader.snapshot.reader import Snapshot
 from router.plan import REPLICATED
@@ -34,6 +36,7 @@ from shard_node.cuda.card_set import CardSet
 from shard_node.engine.cpu import CpuEngine
 from shard_node.node import ShardNode
 from shard_node.training.row_optimizers import RowOptimizer
+from shard_node.training.row_publisher import RowPublisher
 from shard_node.training.trainer import Trainer, TrainerConfig
 from shard_node.wire.address import Address
 from shard_node.wire.requests import ServerLimits
@@ -97,7 +100,7 @@ async def serve_shard(
         may_wait = options.memory_budget_gb is not None or card_set is not None
         limits = config_of(ServerLimits, options, **({"max_inline_bytes": 0} if may_wait else {}))
         listen = partial(_listen, stack, node, options, tls, limits)
-        server, trainer = None if is_alone else await listen(), None
+        server, trainer, publisher = None if is_alone else await listen(), None, None
         await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))
         config = settings.node_config(
             options,
@@ -120,6 +123,7 @@ async def serve_shard(
             if starting.done():
                 if options.train:
                     node.trainer = trainer = await asyncio.to_thread(open_trainer, options, node)
+                    publisher = published_rows(options, trainer, node)
                 server = server or await listen()
                 notify_ready()
                 await asyncio.wait([following, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -131,6 +135,8 @@ async def serve_shard(
             starting.cancel()
             # First nobody new is sent here, then those who are here are asked to go, then what they wait for is ended.
             await agent.leave()
+            if publisher is not None:
+                await asyncio.to_thread(publisher.close)
             if trainer is not None:
                 await asyncio.to_thread(trainer.close)
             if server is not None:
@@ -171,6 +177,26 @@ def open_trainer(options: ShardNodeConfig, node: ShardNode) -> Trainer:
         worker_timeout_s=options.worker_timeout_s,
     )
     return Trainer(engine, of, config)
+
+
+def published_rows(options: ShardNodeConfig, trainer: Trainer, node: ShardNode) -> RowPublisher | None:
+    """Publish what is trained to a fleet, if its registry is named."""
+    if options.publish_registry is None:
+        return None
+    registry, model = options.publish_registry, node.generations.all()[0].model
+
+    async def live_version() -> int:
+        fleet = FleetRegistry(open_registry(registry))
+        try:
+            if (desired := await fleet.wanted_model(model)) is None or desired.live is None:
+                raise ConfigError(f"--publish-registry: no version of {model!r} is live in {fleet.name}")
+            return desired.live
+        finally:
+            await fleet.registry.close()
+
+    return RowPublisher(
+        trainer, lambda: DeltaPublisher(registry, model, asyncio.run(live_version())), options.publish_rows_s
+    )
 
 
 async def _listen(

@@ -29,7 +29,7 @@ COMMANDS = {
     "up": "fleet",
     "serve": "fleet",
     "shard-node": "fleet",
-    "train": "snapshots",
+    "train": "train",
     "export": "export",
     "import": "imports",
     "deltas": "deltas",

@@ -279,9 +279,29 @@ network_options = together(
     option("--hit-rate H", "Share of all lookups that such rows shall answer, in place of --hot-rows-gb.",
            FiniteRange(0, 1)),
 )  # fmt: skip
+
+
+def _ratings(given: str | int) -> int | Path:
+    """Read how many ratings to generate, or the name of a file that has some."""
+    text = str(given)
+    if not text.isdecimal():
+        if not Path(text).is_file():
+            raise click.BadParameter(f"{text!r} is neither a number nor a file.")
+        return Path(text)
+    if not 1000 <= int(text) <= 10_000_000:
+        raise click.BadParameter(f"{text} is not in the range 1000<=x<=10000000.")
+    return int(text)
+
+
 films_options = together(
     option("--movielens", "Folder of MovieLens 100K's u.data, u.item, u.user, u.genre.", EXISTING_FOLDER),
-    count("--ratings", "How many ratings to generate, without --movielens.", 1000, 10_000_000, 40_000),
+    option(
+        "--ratings N|FILE",
+        "How many ratings to generate, without --movielens; with --online also a CSV file with "
+        "userId,movieId,rating,timestamp.",
+        _ratings,
+        40_000,
+    ),
     count("--epochs", "Passes over the data; default: the trainer's own.", 1, 1000),
     count("--seed", "Of the split, the training, and of what is generated.", 0, 2**32 - 1, 0),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,59 +13,12 @@ from loader.errors import ShardrankError
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import human_bytes, print_document, print_json, progress_bars
-from serving.cli.settings import config_of, snapshot_folder
+from serving.cli.settings import snapshot_folder
 from serving.config import FrontSettings
 
 if TYPE_CHECKING:
     from loader.progress import Progress
     from loader.snapshot.reader import Snapshot, VerifyReport
-
-
-@click.command(cls=WithExamples)
-@opts.out_store_option
-@opts.films_options
-@opts.option("--model NAME", "The model's name.", default="films")
-@opts.choice("--kind", ["target_attention", "dlrm", "dcn_v2", "mlp"], "The ranking model.")
-@opts.choice("--dtype", ["int8", "int4", "fp16", "fp32"], "Number format of the rows.")
-@opts.count("--dim", "Width of every table.", 2, 512, 16)
-@opts.switch("--profile", "Also use age, occupation, zip code, and two dense inputs of a film.")
-@opts.switch("--crosses", "Also use pairs: user and genre, occupation and film, age and genre, zip code and film.")
-@opts.assignments(
-    "--table NAME=JSON",
-    "What a table's description has instead: `num_embeddings`, `id_mapping`, `blocks`, `dtype`, `project_to`, ... "
-    "A new name takes the `feature_names` that it is given from other tables.",
-    json.loads,
-)
-@opts.switch("--prune", "Drop rows that training never looked up; their ids get one row together.")
-@opts.option("--keep-share X", "With --prune, keep the hottest rows that have this share of the lookups.", opts.PART)
-@opts.choice("--bucketing", ["mixed", "range"], "Order of rows in their files: --sharding range needs range.")
-def train(store: Path, movielens: Path | None, ratings: int, seed: int, **options: Any) -> None:
-    """Train the demo's model and write it into a store.
-
-    It becomes the model's next version. The same data, flags and seed give the same model. The last lines say where
-    the snapshot lies and how well the float32 model ranks the ratings that were held out.
-
-    Examples:
-      shardrank train --store models
-      shardrank train --store models --movielens ml-100k --kind dcn_v2 --profile
-      shardrank train --store models --prune --table 'films={"project_to": 16, "embedding_dim": 8}'
-    """
-    from serving.training.dataset import FilmsOptions
-    from serving.training.trainer import expectation, read_interactions, train_version
-
-    is_pruned, keep_share, epochs = (options.pop(name) for name in ("prune", "keep_share", "epochs"))
-    if not is_pruned and keep_share is not None:
-        raise click.UsageError("--keep-share: only with --prune")
-    keep_share = (keep_share or 1.0) if is_pruned else None
-    films = config_of(FilmsOptions, options, embedding_dim=options["dim"], tables=options.pop("table"))
-    interactions = read_interactions(movielens, ratings, seed)
-    with progress_bars() as bars:
-        version = train_version(
-            interactions, store, seed=seed, epochs=epochs, options=films, keep_share=keep_share, progress=bars
-        )
-    quality = expectation(version)
-    click.echo(f"AUC {quality.auc_fp32:.4f} (each film by its mean label: {quality.auc_item_mean:.4f})")
-    click.echo(f"wrote {version.folder}")
 
 
 @click.command(cls=WithExamples)

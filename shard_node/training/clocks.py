@@ -12,7 +12,8 @@ gradients summed and applied when the last one of the step is there; `ssp:N` a b
 gradients applied as they come. Until then s is the worker's next step, whatever it has forgotten: s + 1 is refused.
 
 A worker has left once an answer has been withheld for `timeout_s` because of it, counted from its own last answer if
-that came later: nobody waits for it. It comes back behind the slowest one, and with its next push it takes part.
+that came later: nobody waits for it. It comes back behind the slowest one, or, as it has one number for its step on
+several nodes and these differ, up to where the consistency lets it be; with its next push it takes part.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Clocks:
             raise PushRefusedError(f"worker {worker} is none of 0..{len(self.steps) - 1}")
         if 0 < step <= self.steps[worker]:
             return "again"
-        if step != (due := self.resume_step(worker)):
+        due = self.resume_step(worker)
+        last = due if self.is_active[worker] else max(due, self.slowest + 1 + self.consistency.bound)
+        if not due <= step <= last:
             where = f"is at step {self.steps[worker]}" if self.is_active[worker] else "has left"
             raise PushRefusedError(f"worker {worker} {where}: it pushes step {due} next, not {step}", kind="push_step")
         return "new"

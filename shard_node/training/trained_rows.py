@@ -27,15 +27,24 @@ MAX_GRADIENT: Final = 1e9
 """Sums of squares of a step's gradients stay finite in float32."""
 
 
+def initial_rows(keys: Int64Array, dim: int, scale: float) -> Float32Array:
+    """Return the rows that keys begin with: float32 [n, dim] within -scale and scale, by key and column."""
+    mixed = splitmix64(np.add.outer(splitmix64(keys.view(np.uint64)), np.arange(dim, dtype=np.uint64)))
+    share = (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
+    return np.float32(scale) * share
+
+
 @dataclass(slots=True, eq=False)
 class _TableState:
     """Beside the rows of a table, by row of the engine: pages that nobody writes take no memory.
 
-    `keys` are those that training has inserted or changed, by row, where the table has keys.
+    `keys` are those that training has inserted or changed, by row, where the table has keys. `is_changed` is since the
+    snapshot, `is_new` since `pop_changed`.
     """
 
     state: Float32Array
     is_changed: npt.NDArray[np.bool_]
+    is_new: npt.NDArray[np.bool_]
     keys: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
@@ -46,7 +55,7 @@ class TrainedRows:
     """
 
     def __init__(self, engine: CpuEngine, optimizer: RowOptimizer, init_scale: float) -> None:
-        self._engine, self._optimizer, self._init_scale = engine, optimizer, np.float32(init_scale)
+        self._engine, self._optimizer, self._init_scale = engine, optimizer, init_scale
         self._tables: dict[int, _TableState] = {}
         sliced = {number for _, numbers in engine.layout.sliced for number in numbers}
         tiers = {count.table: count.tier for count in engine.rows_looked_up()}
@@ -60,6 +69,7 @@ class TrainedRows:
             count = table.num_embeddings + is_keyed
             self._tables[number] = _TableState(
                 np.zeros((count, optimizer.state_width(table.embedding_dim)), np.float32),
+                np.zeros(count, np.bool_),
                 np.zeros(count, np.bool_),
                 np.zeros(count if is_keyed else 0, np.int64),
             )
@@ -103,7 +113,7 @@ class TrainedRows:
         is_new = at == ABSENT
         known = np.where(is_new, MISSING_ROW, at)
         values, state = self._engine.read_rows(number, known).view(np.float32), of_table.state[known]
-        values[is_new], state[is_new] = self._initial(ids[is_new], gradients.shape[1]), 0
+        values[is_new], state[is_new] = initial_rows(ids[is_new], gradients.shape[1], self._init_scale), 0
         self._optimizer.update(values, state, gradients)
         self._put(number, of_table, ids, values, state)
 
@@ -117,25 +127,30 @@ class TrainedRows:
         else:
             self._engine.write_rows(number, ids, stored)
         at = self._engine.rows_of_ids(number, ids)
-        of_table.state[at], of_table.is_changed[at] = state, True
+        of_table.state[at], of_table.is_changed[at], of_table.is_new[at] = state, True, True
         if of_table.keys.size:
             of_table.keys[at] = ids
-
-    def _initial(self, keys: Int64Array, dim: int) -> Float32Array:
-        of_keys, columns = splitmix64(keys.view(np.uint64)), np.arange(dim, dtype=np.uint64)
-        mixed = splitmix64(np.add.outer(of_keys, columns))
-        share = (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
-        return self._init_scale * share
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Return what has changed since the snapshot, by table: ids, rows and state."""
         tensors: dict[str, npt.NDArray[Any]] = {}
         for name, number, of_table in self._named():
             at = of_table.is_changed.nonzero()[0]
-            tensors[f"{name}.ids"] = of_table.keys[at] if of_table.keys.size else at
-            tensors[f"{name}.rows"] = self._engine.read_rows(number, at).view(np.float32)
+            tensors[f"{name}.ids"], tensors[f"{name}.rows"] = self._read(number, of_table, at)
             tensors[f"{name}.state"] = of_table.state[at]
         return tensors
+
+    def pop_changed(self) -> dict[str, tuple[Int64Array, Float32Array]]:
+        """Return ids and rows that have changed since this was called last, by table: what was restored, too."""
+        changed = {}
+        for name, number, of_table in self._named():
+            changed[name] = self._read(number, of_table, of_table.is_new.nonzero()[0])
+            of_table.is_new[:] = False
+        return changed
+
+    def _read(self, number: int, of_table: _TableState, at: Int64Array) -> tuple[Int64Array, Float32Array]:
+        ids = of_table.keys[at] if of_table.keys.size else at
+        return ids, self._engine.read_rows(number, at).view(np.float32)
 
     def restore(self, tensors: dict[str, npt.NDArray[Any]]) -> None:
         """Put back what `tensors` returned, over the rows of the same snapshot."""

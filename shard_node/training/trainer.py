@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -23,6 +24,7 @@ from pydantic import Field, field_validator
 
 from loader.errors import OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
+from shard_node.bags import Float32Array, Int64Array
 from shard_node.engine.cpu import CpuEngine
 from shard_node.errors import PushRefusedError, TrainingFailedError, TrainingLogError
 from shard_node.node import TrainingReport
@@ -40,6 +42,7 @@ MAX_WAITING: Final = 4
 """Pushes of a worker that wait for the thread: it sends one after the other, and again when it lost a connection."""
 _WORKER = struct.Struct("<I")
 Done: TypeAlias = Callable[[int | Exception], object]
+_Changes: TypeAlias = dict[str, tuple[Int64Array, Float32Array]]
 
 
 class TrainerConfig(Frozen):
@@ -106,6 +109,7 @@ class Trainer:
             raise
         self._report = self._reported()
         self._queue = deque[_Submitted]()
+        self._changes = deque[Future[_Changes]]()
         self._changed = threading.Condition()
         self._is_closed, self._failure = False, ""
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
@@ -137,6 +141,19 @@ class Trainer:
         """Return where workers were after the last batch."""
         return self._report
 
+    def pop_changed(self) -> _Changes:
+        """Return ids and rows, by table, that have changed since this was called last, all of them durable.
+
+        Of what was put back from log and checkpoint all are new. Raises TrainingFailedError.
+        """
+        changes: Future[_Changes] = Future()
+        with self._changed:
+            if self._is_closed or self._failure:
+                raise TrainingFailedError(self._failure or "the node ends")
+            self._changes.append(changes)
+            self._changed.notify()
+        return changes.result()
+
     def close(self) -> None:
         """End the thread; whoever waits is told that the node ends. Idempotent."""
         with self._changed:
@@ -154,8 +171,9 @@ class Trainer:
             failure = f"{type(error).__name__}: {error}"
         with self._changed:
             self._failure = failure
-            waiting = [submitted.done for submitted in self._queue]
+            waiting: list[Callable[[TrainingFailedError], object]] = [submitted.done for submitted in self._queue]
             waiting += [done for _, done in self._withheld.values()]
+            waiting += [changes.set_exception for changes in self._changes]
             self._queue.clear()
         for done in waiting:
             _call(partial(done, TrainingFailedError(failure)))
@@ -164,7 +182,7 @@ class Trainer:
     def _next(self) -> bool:
         """Do one batch; return whether there may be another."""
         with self._changed:
-            if not self._queue and not self._is_closed:
+            if not (self._queue or self._changes or self._is_closed):
                 # Who is silent is noticed late by as much, which costs a barrier that much more.
                 self._changed.wait(min(1.0, self._config.worker_timeout_s / 4))
             if self._is_closed:
@@ -184,6 +202,8 @@ class Trainer:
                 _call(submitted.kept)
         for done in released:
             _call(partial(done, self._clocks.slowest))
+        while self._changes:
+            self._changes.popleft().set_result(self._rows.pop_changed())
         # As many bytes of log as the last checkpoint has are worth another one.
         if self._log.size_bytes >= max(self._config.checkpoint_bytes, self._log.checkpoint_bytes) and not self._pending:
             self._log.replace(self._tensors())

@@ -44,7 +44,7 @@ NEEDS: list[tuple[str, dict[str, Any]]] = [
 ]
 # In the file, in a variable, and as a flag.
 VALUES: list[tuple[str, tuple[Any, Any, Any]]] = [
-    ("registry owner device host node_id", ("a", "b", "c")),
+    ("registry owner device host node_id publish_registry", ("a", "b", "c")),
     ("advertise admin_listen trace_endpoint", ("a:1", "b:1", "c:1")),
     ("store store_cache snapshot record tls_cert tls_key tls_client_ca", (Path("/a"), Path("/b"), Path("/c"))),
     ("node_ca node_cert node_key tokens", (Path("/a"), Path("/b"), Path("/c"))),

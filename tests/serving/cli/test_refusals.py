@@ -25,6 +25,13 @@ REFUSALS = [
     ("train --store s --keep-share 0.5", USAGE, "--keep-share: only with --prune"),
     ("train --store s --table films=[]", USAGE, "tables.films: "),
     ("train --store s --table films=x", USAGE, "'films=x' is not NAME=JSON."),
+    ("train --store s --workers 3", USAGE, "--workers: only with --online"),
+    ("train --store s --ratings {model}/manifest.json", USAGE, "--ratings: a file only with --online"),
+    ("train --store s --ratings nowhere.csv", USAGE, "'nowhere.csv' is neither a number nor a file."),
+    ("train --store s --online", USAGE, "--online needs --folder."),
+    ("train --store s --online --folder f --consistency ssp", USAGE, "'ssp' is none of bsp, ssp:N"),
+    ("train --store s --online --folder f --consistency asp --dense allreduce", USAGE, "waits for all workers in each"),
+    ("train --store s --online --folder f --ratings {model}/manifest.json", ERROR, "the first line is '{'"),
     ("demo --sharding sideways", USAGE, "is not one of"),
     (
         f"demo {QUICK} --json nowhere/report.json",

@@ -92,3 +92,13 @@ def test_no_worker_is_further_ahead_than_is_allowed(consistency, turns):
         waiting -= {one for one in waiting if made.is_released(made.steps[one])}
         assert max(made.steps) - min(made.steps) <= bound + 1
         assert len(waiting) < 4
+
+
+@pytest.mark.parametrize(("consistency", "last"), [("bsp", 5), ("ssp:2", 7), ("ssp:9", 14)])
+def test_one_that_left_may_come_back_further_ahead_where_that_is_allowed(consistency, last):
+    made = clocks(consistency, [9, 4, 2])
+    made.leave(2)
+    assert [made.check(2, step) for step in range(made.resume_step(2), last + 1)] == ["new"] * (last - 4)
+    for step in (3, 4, last + 1):
+        with raises_kind("push_step", match="worker 2 has left: it pushes step 5 next"):
+            made.check(2, step)

@@ -1,0 +1,233 @@
+"""What is trained online reaches a fleet that serves: a version to begin with, dense weights, and further versions.
+
+Rows are published by the servers themselves (`shard_node.training.row_publisher`); here is what needs all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+from loader.deltas.publisher import AsyncDeltaPublisher
+from loader.errors import ShardrankError
+from loader.registry import open_registry
+from loader.registry.fleet import FleetRegistry
+from loader.rollout.guards import GuardLimits
+from loader.rollout.plan import read_rollout
+from loader.rollout.requests import start_rollout
+from loader.snapshot.golden import GoldenRequests
+from loader.snapshot.publishing import publish, stream_end
+from loader.snapshot.row_source import ArrayRows
+from loader.snapshot.tables import Frozen, RowDtype
+from loader.snapshot.writer import export_snapshot
+from serving.training.dataset import TrainingError
+from serving.training.online import FIRST_KEY, OnlineConfig, OnlineReport, OnlineTraining, running_training
+from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, ratings_spec
+from serving.training.online_worker import dense_file
+from serving.training.parameter_servers import ParameterServers
+from serving.training.rating_stream import Ratings, RatingStream
+from serving.training.trainer import GOLDEN_TOLERANCES
+from shard_node.bags import TableLayout
+
+logger = logging.getLogger(__name__)
+
+GOLDEN_REQUESTS = 32
+GOLDEN_FILMS = 4
+POLL_S = 0.25
+
+
+class FeedConfig(Frozen):
+    """Where what is trained goes to, and how often. Times in seconds; None for never.
+
+    Attributes:
+        store: of the fleet; a version of the model is written as the next one.
+        registry: of the fleet, or None if there is none: then the store alone is written to, at the end.
+        bake_s: how long a version's answers are compared with those of the one before.
+    """
+
+    store: Path
+    registry: str | None = None
+    dtype: RowDtype = "int8"
+    publish_rows_s: float = 2.0
+    publish_dense_s: float = 10.0
+    snapshot_s: float | None = None
+    bake_s: float = 0.0
+
+
+class FleetFeed:
+    """Feeds one fleet with what one training comes to. Belongs to one event loop."""
+
+    def __init__(self, training: OnlineTraining, feed: FeedConfig) -> None:
+        config = training.config
+        self._training, self._feed, self._spec = training, feed, config.spec
+        self._served = ratings_spec(config.model, config.dim, config.capacity, feed.dtype)
+        self._servers = ParameterServers(training.addresses, config.trained_spec, 1, 0, config.init_scale)
+        self._tables = TableLayout.of(config.trained_spec).index
+        self._fleet = None if feed.registry is None else FleetRegistry(open_registry(feed.registry))
+        self._published_step = 0
+
+    async def begin(self) -> None:
+        """Publish a version to begin with, unless one is live.
+
+        Where nodes run it is rolled out; a fleet that starts later takes it as its newest.
+        """
+        if self._fleet is not None and await self._live(self._fleet) is None:
+            await self.snapshot()
+
+    async def _live(self, fleet: FleetRegistry) -> int | None:
+        desired = await fleet.wanted_model(self._training.config.model)
+        return None if desired is None else desired.live
+
+    async def run(self, ending: asyncio.Event) -> None:
+        """Publish dense weights and versions until it is to end. What fails is logged, and tried again."""
+        if (fleet := self._fleet) is None:
+            return
+        feed, snapshot_at, dense_at = self._feed, time.monotonic() + (self._feed.snapshot_s or 0), 0.0
+        while not ending.is_set():
+            await asyncio.sleep(POLL_S)
+            now = time.monotonic()
+            try:
+                if now - dense_at >= feed.publish_dense_s:
+                    dense_at = now
+                    await self._publish_dense(fleet)
+                if feed.snapshot_s is not None and now >= snapshot_at:
+                    snapshot_at = now + feed.snapshot_s
+                    await self.snapshot()
+            except ShardrankError as error:
+                logger.warning("what is trained is not published yet: %s", error)
+
+    async def snapshot(self) -> Path:
+        """Write what is trained by now as the next version; return its folder.
+
+        It is published, and rolled out, if there is a fleet. Raises RolloutError where a rollout runs, and as `publish`
+        and `export_snapshot`.
+        """
+        if (fleet := self._fleet) is None:
+            return await self._export(None, None)
+        model, feed, live = self._training.config.model, self._feed, await self._live(fleet)
+        record = None if live is None else await fleet.version(model, live)
+        # Rows that are pulled from now on have what these deltas have, and those that come later are applied over them.
+        end = None if record is None else await stream_end(fleet, model, record.delta_base)
+        folder = await self._export(None if record is None else record.delta_base, end)
+        version = (await publish(fleet, folder, feed.store, clock=time.time)).record.version
+        if any(node.kind == "shard" for node in await fleet.nodes()):
+            bake_s = 0.0 if live is None else feed.bake_s
+            baking: dict[str, Any] = {"bake_s": bake_s, "guards": GuardLimits(min_requests=0) if bake_s else None}
+            await start_rollout(fleet, model, version, rollout_id=secrets.token_hex(16), **baking)
+            while (last := await read_rollout(fleet, model)) is not None and last.rollout.active:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            if last is not None and last.rollout.state != "done":
+                logger.warning("version %d of %s: %s, %s", version, model, last.rollout.state, last.rollout.reason)
+        return folder
+
+    async def _export(self, delta_base: int | None, last_delta: int | None) -> Path:
+        config, stream = self._training.config, self._training.stream
+        learned = self._learned_step() * config.workers * config.batch
+        ratings = stream.read_now(0, learned)
+        keys = {name: np.union1d(ratings[field], [FIRST_KEY]) for name, field in ((USERS, "user"), (FILMS, "film"))}
+        pulled = await self._servers.pull({self._tables[name]: of for name, of in keys.items()})
+        rows = {name: pulled[self._tables[name]] for name in keys}
+        dense = await self._dense()
+        users, films = keys[USERS][-GOLDEN_REQUESTS:], np.resize(keys[FILMS][-64:], (GOLDEN_REQUESTS, GOLDEN_FILMS))
+        films = films[: users.size]
+        of_users = np.repeat(np.arange(keys[USERS].size)[-users.size :], GOLDEN_FILMS)
+        with torch.inference_mode():
+            logits = dense.logits(
+                torch.from_numpy(rows[USERS][of_users]),
+                torch.from_numpy(rows[FILMS][np.searchsorted(keys[FILMS], films.reshape(-1))]),
+            )
+        golden = GoldenRequests(
+            num_candidates=np.full(users.size, GOLDEN_FILMS, np.int32),
+            values={"user_id": users, "film_id": films.reshape(-1)},
+            lengths={"user_id": np.ones(users.size, np.int32), "film_id": np.ones(films.size, np.int32)},
+            context_dense=np.zeros((users.size, 0), np.float32),
+            candidate_dense=np.zeros((films.size, 0), np.float32),
+            scores=torch.sigmoid(logits).numpy(),
+        )
+
+        def write() -> Path:
+            return export_snapshot(
+                self._feed.store,
+                self._served,
+                rows={name: ArrayRows(values) for name, values in rows.items()},
+                dense=dense.tensors(),
+                keys=keys,
+                golden=golden,
+                golden_tolerance=GOLDEN_TOLERANCES[self._feed.dtype],
+                metadata={"ratings": str(learned), "dense_step": str(dense.step)},
+                delta_base=delta_base,
+                last_delta=last_delta,
+            )
+
+        return await asyncio.to_thread(write)
+
+    async def _dense(self) -> DenseWeights:
+        """Return the dense weights as they are: the servers', or worker 0's, which wrote them a while ago."""
+        config = self._training.config
+        dense = DenseWeights(self._spec, config.seed, config.row_optimizer)
+        if config.dense_by == "server":
+            table = self._tables[DENSE]
+            dense.step = self._learned_step()
+            dense.rows[:] = (await self._servers.pull({table: np.arange(dense.rows.shape[0])}))[table]
+        else:
+            with suppress(FileNotFoundError):
+                dense.restore(await asyncio.to_thread(load_file, dense_file(config.folder)))
+        return dense
+
+    def _learned_step(self) -> int:
+        return max((status.step for status in self._training.statuses()), default=0)
+
+    async def _publish_dense(self, fleet: FleetRegistry) -> None:
+        dense, live = await self._dense(), await self._live(fleet)
+        if dense.step <= self._published_step or live is None:
+            return
+        publisher = AsyncDeltaPublisher(fleet.registry, self._training.config.model, live, self._feed.store)
+        # Of what is trained from nothing, the first steps change scores by more than those of a trained model.
+        await publisher.publish_dense(dense.step, dense.tensors(), max_drift=1.0)
+        self._published_step = dense.step
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._servers.close()
+        if self._fleet is not None:
+            await self._fleet.registry.close()
+
+
+async def train_online(
+    config: OnlineConfig, feed: FeedConfig, ratings: Ratings, say: Callable[[str], None]
+) -> tuple[OnlineReport, Path]:
+    """Train on ratings in order of time, feed a fleet meanwhile, and write a version at the end; return its folder.
+
+    `say` gets a line for each process that is ready. Raises TrainingError for a folder of other ratings, and as
+    `running_training` and `FleetFeed.snapshot`.
+    """
+    await asyncio.to_thread(config.folder.mkdir, parents=True, exist_ok=True)
+    stream = RatingStream(config.folder / "stream")
+    if not len(stream):
+        stream.append(ratings)
+        stream.end()
+    elif len(stream) != ratings.size:
+        raise TrainingError(f"{config.folder}: its stream has {len(stream)} ratings, {ratings.size} are given")
+    settings = {"publish_registry": feed.registry, "publish_rows_s": feed.publish_rows_s}
+    async with running_training(config, settings, lambda name: say(f"{name} is ready")) as training:
+        feeding = FleetFeed(training, feed)
+        try:
+            await feeding.begin()
+            ending = asyncio.Event()
+            task = asyncio.create_task(feeding.run(ending))
+            report = await training.wait()
+            ending.set()
+            await task
+            return report, await feeding.snapshot()
+        finally:
+            await feeding.close()

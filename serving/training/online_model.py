@@ -1,0 +1,125 @@
+"""The model that is trained online on ratings: its tables, its dense weights in rows, and the gradients of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from loader.description import ModelDescription, TableDescription
+from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
+from loader.snapshot.tables import RowDtype
+from serving.models.inputs import InputShapes, RankingInputs
+from serving.models.ranking_models import build_model
+from shard_node.bags import Float32Array, Int64Array
+from shard_node.training.row_optimizers import RowOptimizer
+
+USERS: Final = "users"
+FILMS: Final = "films"
+FEATURES: Final = {USERS: "user_id", FILMS: "film_id"}
+"""By table."""
+DENSE: Final = "dense"
+"""The table of servers that have the dense weights, too."""
+DENSE_DIM: Final = 64
+DENSE_SCALE: Final = np.float32(1 / 32)
+"""Weights are so much of what is in their rows: steps of one learning rate are that much smaller for them."""
+
+
+def ratings_spec(model: str, dim: int, capacity: int, dtype: RowDtype, dense_rows: int = 0) -> ModelSpec:
+    """Describe a model of two tables with keys, and with `dense_rows` another one for the rows of dense weights."""
+    shared: dict[str, Any] = {"keys": "int64", "capacity": capacity, "embedding_dim": dim, "dtype": dtype}
+    tables = [TableDescription(name=name, feature_names=(of,), **shared) for name, of in FEATURES.items()]
+    features = [FeatureSpec(name="user_id", side="context"), FeatureSpec(name="film_id", side="candidate")]
+    if dense_rows:
+        shared = {"num_embeddings": dense_rows, "embedding_dim": DENSE_DIM, "dtype": dtype}
+        tables.append(TableDescription(name=DENSE, feature_names=("weights",), **shared))
+        features.append(FeatureSpec(name="weights", side="candidate"))
+    dense = DenseModelSpec(kind="dcn_v2", config={"num_cross_layers": 2, "deep": [32]})
+    return ModelDescription(model=model, tables=tuple(tables), features=tuple(features), dense_model=dense).compiled()
+
+
+class StepResult(NamedTuple):
+    """What a step of one worker comes to: scores, float32 [n], before it is learned, the sum of losses, and gradients.
+
+    `gradients` are by table, float32 [rows of the table that were given, dim].
+    """
+
+    scores: Float32Array
+    loss: float
+    gradients: Mapping[str, Float32Array]
+
+
+class DenseWeights:
+    """A ranking model whose weights are trained as rows of 64 numbers, by the optimizer of all other rows.
+
+    Attributes:
+        rows: float32 [R, 64], the weights divided by `DENSE_SCALE`; zeros behind the last one.
+        gradients: float32 [R, 64], of the last step.
+        state: of the optimizer, beside each row.
+        step: the last one that is in the rows.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int, optimizer: RowOptimizer) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._model = build_model(spec)
+        self._shapes, self._optimizer, self.step = InputShapes.of(spec), optimizer, 0
+        parameters = list(self._model.parameters())
+        shape = -(-sum(parameter.numel() for parameter in parameters) // DENSE_DIM), DENSE_DIM
+        self._weights, self.gradients = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        flat, of_flat = (torch.from_numpy(array.reshape(-1)) for array in (self._weights, self.gradients))
+        start = 0
+        for parameter in parameters:
+            end = start + parameter.numel()
+            flat[start:end] = parameter.detach().reshape(-1)
+            parameter.data, parameter.grad = flat[start:end].view_as(parameter), of_flat[start:end].view_as(parameter)
+            start = end
+        self.rows = self._weights / DENSE_SCALE
+        self.state = np.zeros((shape[0], optimizer.state_width(DENSE_DIM)), np.float32)
+
+    def saved(self, step: int) -> dict[str, npt.NDArray[Any]]:
+        """Return what `restore` reads, as of a step."""
+        return {"rows": self.rows, "state": self.state, "step": np.array([step])}
+
+    def restore(self, saved: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over what `saved` returned."""
+        self.rows[:], self.state[:], self.step = saved["rows"], saved["state"], int(saved["step"][0])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of the weights, by the names that versions have."""
+        np.multiply(self.rows, DENSE_SCALE, out=self._weights)
+        return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
+
+    def apply(self, gradients: Float32Array, step: int) -> None:
+        """Update the rows by a step's gradients, float32 [R, 64]."""
+        self._optimizer.update(self.rows, self.state, gradients)
+        self.step = step
+
+    def logits(self, users: Tensor, films: Tensor) -> Tensor:
+        """Return logits, [n], of users and films, float32 [n, dim] each."""
+        np.multiply(self.rows, DENSE_SCALE, out=self._weights)
+        each = torch.arange(users.shape[0])
+        inputs = RankingInputs.of(self._shapes, {FEATURES[USERS]: users, FEATURES[FILMS]: films}, each)
+        return self._model.forward(inputs)
+
+    def learn(
+        self, rows: Mapping[str, Float32Array], index: Mapping[str, Int64Array], labels: Float32Array, share: float
+    ) -> StepResult:
+        """Compute the gradients of `share` times the sum of losses (log loss) over n ratings; the weights stay.
+
+        `rows` are of tables, float32 [rows, dim], `index` which of them each rating has, int64 [n]; labels float32 [n].
+        """
+        leaves = {name: torch.from_numpy(of_table).requires_grad_() for name, of_table in rows.items()}
+        vectors = {name: F.embedding(torch.from_numpy(index[name]), leaf) for name, leaf in leaves.items()}
+        self.gradients.fill(0)
+        logits = self.logits(vectors[USERS], vectors[FILMS])
+        loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(labels), reduction="sum")
+        (share * loss).backward()  # type: ignore[no-untyped-call]
+        self.gradients *= DENSE_SCALE
+        gradients = {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
+        return StepResult(torch.sigmoid(logits.detach()).numpy(), float(loss.detach()), gradients)
