@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import chain
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,6 +25,7 @@ VERSIONS = "versions/"
 WANTED = "wanted/"
 ROLLOUTS = "rollouts/"
 NODES = "nodes/"
+QUALITY = "quality/"
 STRANGERS = "strangers/"
 """Announcements of processes that know another registry, by node id: what is wrong."""
 COORDINATOR_LOCK = "locks/coordinator"
@@ -337,6 +338,15 @@ def parse_record(key: str, value: bytes, schema: type[R]) -> R:
         return schema.model_validate_json(value)
 
 
+class Quality(Record):
+    """The area under the ROC curve of a model's scores of labelled candidates, of all and of the last ones."""
+
+    model: Name
+    auc: float
+    recent_auc: float
+    scored: int
+
+
 class FleetRegistry:
     """The records of one fleet in a registry. Every method may raise RegistryUnavailableError.
 
@@ -351,8 +361,8 @@ class FleetRegistry:
         self._rolled_out = "was used before"
         self.foreign = ""
         """What is wrong if this is not the registry that was used before, as far as known."""
-        # By key: announcements are read far more often than they change. None for one that can't be read.
-        self._nodes: dict[str, tuple[bytes, NodeRecord | None]] = {}
+        # By area and key: announcements are read far more often than they change. None for one that can't be read.
+        self._known: dict[str, dict[str, tuple[bytes, Any]]] = {}
 
     @property
     def name(self) -> str:
@@ -482,18 +492,21 @@ class FleetRegistry:
 
     async def nodes(self) -> list[NodeRecord]:
         """Return what every node announced last, by node id, unless it has expired."""
-        nodes: dict[str, tuple[bytes, NodeRecord | None]] = {}
-        for key, value in (await self.registry.announced(NODES)).items():
-            known = self._nodes.get(key)
-            if known is None or known[0] != value:
+        return await self._announced(NODES, NodeRecord)
+
+    async def _announced(self, area: str, schema: type[R]) -> list[R]:
+        known, records = self._known.get(area, {}), dict[str, tuple[bytes, Any]]()
+        for key, value in (await self.registry.announced(area)).items():
+            record = known.get(key)
+            if record is None or record[0] != value:
                 try:
-                    known = value, parse_record(key, value, NodeRecord)
+                    record = value, parse_record(key, value, schema)
                 except RegistryRecordError as error:
-                    _log.warning("a node's announcement is skipped: %s", error)
-                    known = value, None
-            nodes[key] = known
-        self._nodes = nodes
-        return [record for _, record in nodes.values() if record is not None]
+                    _log.warning("an announcement is skipped: %s", error)
+                    record = value, None
+            records[key] = record
+        self._known[area] = records
+        return [record for _, record in records.values() if record is not None]
 
     async def announce_node(self, record: NodeRecord, ttl_s: float) -> None:
         """Announce what a node is and has, for `ttl_s` from now on; in a `foreign` registry, only that it is one."""
@@ -504,6 +517,14 @@ class FleetRegistry:
     async def withdraw_node(self, node_id: str) -> None:
         """End a node's announcement now."""
         await self.registry.withdraw(f"{STRANGERS if self.foreign else NODES}{node_id}")
+
+    async def announce_quality(self, record: Quality, ttl_s: float) -> None:
+        """Announce how well a model ranks, as somebody measures it who knows the labels, for `ttl_s` from now on."""
+        await self.registry.announce(f"{QUALITY}{record.model}", record.encode(), ttl_s)
+
+    async def qualities(self) -> dict[str, Quality]:
+        """Return what was announced of models' quality last, by model, unless it has expired."""
+        return {record.model: record for record in await self._announced(QUALITY, Quality)}
 
     async def strangers(self) -> dict[str, str]:
         """Return what is wrong for processes that know another registry, by node id."""

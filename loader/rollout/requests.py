@@ -317,6 +317,7 @@ class FleetState:
         published: by model and version.
         stream_ends: the last delta by model and by the version that its stream began with, of versions in use.
         coordinator: who carries rollouts; None if nobody does.
+        qualities: by model, where somebody measures it.
     """
 
     nodes: tuple[NodeRecord, ...] = ()
@@ -326,6 +327,7 @@ class FleetState:
     published: Mapping[tuple[str, int], records.PublishedVersion] = field(default_factory=dict)
     stream_ends: Mapping[tuple[str, int], int] = field(default_factory=dict)
     coordinator: str | None = None
+    qualities: Mapping[str, records.Quality] = field(default_factory=dict)
 
     def models(self) -> list[str]:
         """List the models that anything is known of."""
@@ -383,12 +385,13 @@ async def read_fleet(fleet: FleetRegistry) -> FleetState:
     """Read it; not as of one moment, since a registry has none. Raises RegistryError."""
     # Nodes first: what they say of a version that was just wanted or published is never newer than these are.
     nodes = await fleet.nodes()
-    division, wanted, published, entries, coordinator = await asyncio.gather(
+    division, wanted, published, entries, coordinator, qualities = await asyncio.gather(
         fleet.fleet(),
         fleet.wanted(),
         fleet.versions(),
         fleet.registry.entries(records.ROLLOUTS),
         fleet.registry.holder(records.COORDINATOR_LOCK),
+        fleet.qualities(),
     )
     versions = {(record.model, record.version): record for record in published}
     used = {(model, version) for model, record in wanted.items() for version in record.named()}
@@ -403,4 +406,5 @@ async def read_fleet(fleet: FleetRegistry) -> FleetState:
         published=versions,
         stream_ends={base: end.last for base, end in zip(bases, ends, strict=True)},
         coordinator=coordinator,
+        qualities=qualities,
     )

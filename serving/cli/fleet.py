@@ -39,10 +39,12 @@ _SCOPES = (
 @opts.setting_option(RowSettings, "device", default="cpu")
 @opts.settings_options(DivisionSettings, "sharding", "plan_file")
 @opts.settings_options(FrontSettings, "hot_rows_gb", "hot_rows", "host", "http_port", "grpc_port")
+@opts.switch("--online", "Train while it serves, in order of time, and show what fresh rows are worth.")
+@opts.option("--ratings-per-s X", "With --online: how many ratings come.", opts.ABOVE_ZERO, 1000.0)
 @opts.switch("--once", "Stop after the report.")
 @opts.option("--json", "Also write the report as JSON.", opts.WRITABLE_FILE, name="json_file")
 @click.pass_context
-def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: Any) -> None:
+def demo(ctx: click.Context, /, online: bool, once: bool, json_file: Path | None, **options: Any) -> None:
     """Go the whole path from one command: train, export, serve, rank.
 
     Trains a small ranking model on film ratings (MovieLens 100K with --movielens, else generated ones with planted
@@ -50,17 +52,25 @@ def demo(ctx: click.Context, /, once: bool, json_file: Path | None, **options: A
     HTTP and gRPC, and reports quality, latency and sizes from the answers. Then it keeps serving until Ctrl-C. Exits
     with 1 if any request failed.
 
+    With --online, a fifth of the ratings is learned first, and what that comes to is served twice: by one model that
+    workers go on with, and by one that stays. All other ratings are scored by both before they are learned; the status
+    page shows both AUCs.
+
     Examples:
       shardrank demo
       shardrank demo --movielens ml-100k --shards 3 --sharding table
       shardrank demo --once --json report.json
       shardrank demo --once --ratings 3000 --epochs 1       (quick and poor)
+      shardrank demo --online --ratings ml-latest-small/ratings.csv
     """
+    if not online and isinstance(options["ratings"], Path):
+        raise click.UsageError("--ratings: a file only with --online")
     from serving.demo import run_demo
+    from serving.online_demo import run_online_demo
 
     logged = {name: ctx.meta[name] for name in LOGGED if name in ctx.meta}
     fleet = config_of(FleetConfig, options, store=None, **logged)
-    ctx.exit(run_demo(options, fleet, once=once, json_file=json_file))
+    ctx.exit((run_online_demo if online else run_demo)(options, fleet, once=once, json_file=json_file))
 
 
 @configured("up", FleetConfig)

@@ -218,6 +218,7 @@ class _View:
 
     def model(self, model: str) -> Document:
         desired, rollout = self.state.wanted.get(model), self.state.rollouts.get(model)
+        quality = self.state.qualities.get(model)
         named = set() if desired is None else desired.named()
         used = {version for name, version in self.reports if name == model} | named
         known = used | {version for name, version in self.state.published if name == model}
@@ -227,6 +228,7 @@ class _View:
         return {
             "model": model,
             "live": None if desired is None else desired.live,
+            "quality": None if quality is None else quality.model_dump(exclude={"model"}),
             "canary": None if desired is None or desired.canary is None else desired.canary.model_dump(),
             "versions": [
                 self.version(model, version) | {"num_shards": before.get(version, num_shards)}

@@ -83,7 +83,8 @@ function sectionOf(model) {
 function showModel(told) {
   const part = sectionOf(told.model), { rollout, rollback } = told;
   const trials = told.canary ? [" ", tag(`canary: version ${told.canary.version}, ${percent(told.canary.share, 1)}`, "waiting")] : [];
-  part.live.replaceChildren(tag(told.live === null ? "no version is live" : `version ${told.live} is live`, told.live === null ? "refused" : "live"), ...trials);
+  const quality = told.quality ? [" ", tag(`AUC ${number(told.quality.recent_auc, 4)} lately, ${number(told.quality.auc, 4)} of ${told.quality.scored} scores`, "up")] : [];
+  part.live.replaceChildren(tag(told.live === null ? "no version is live" : `version ${told.live} is live`, told.live === null ? "refused" : "live"), ...trials, ...quality);
   const why = access.fixed || rollback.why_not;
   part.button.textContent = rollback.to === null ? "Roll back" : rollback.aborts ? `Abort, stay at version ${rollback.to}` : `Roll back to version ${rollback.to}`;
   part.button.disabled = Boolean(why);

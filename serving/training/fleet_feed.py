@@ -113,12 +113,12 @@ class FleetFeed:
         and `export_snapshot`.
         """
         if (fleet := self._fleet) is None:
-            return await self._export(None, None)
+            return await self.export()
         model, feed, live = self._training.config.model, self._feed, await self._live(fleet)
         record = None if live is None else await fleet.version(model, live)
         # Rows that are pulled from now on have what these deltas have, and those that come later are applied over them.
         end = None if record is None else await stream_end(fleet, model, record.delta_base)
-        folder = await self._export(None if record is None else record.delta_base, end)
+        folder = await self.export(delta_base=None if record is None else record.delta_base, last_delta=end)
         version = (await publish(fleet, folder, feed.store, clock=time.time)).record.version
         if any(node.kind == "shard" for node in await fleet.nodes()):
             bake_s = 0.0 if live is None else feed.bake_s
@@ -130,7 +130,10 @@ class FleetFeed:
                 logger.warning("version %d of %s: %s, %s", version, model, last.rollout.state, last.rollout.reason)
         return folder
 
-    async def _export(self, delta_base: int | None, last_delta: int | None) -> Path:
+    async def export(
+        self, model: str | None = None, delta_base: int | None = None, last_delta: int | None = None
+    ) -> Path:
+        """Write what is trained by now as a model's next version; return its folder. Raises as `export_snapshot`."""
         config, stream = self._training.config, self._training.stream
         learned = self._learned_step() * config.workers * config.batch
         ratings = stream.read_now(0, learned)
@@ -158,7 +161,7 @@ class FleetFeed:
         def write() -> Path:
             return export_snapshot(
                 self._feed.store,
-                self._served,
+                self._served.model_copy(update={"model": model or self._served.model}),
                 rows={name: ArrayRows(values) for name, values in rows.items()},
                 dense=dense.tensors(),
                 keys=keys,

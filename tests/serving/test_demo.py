@@ -13,7 +13,7 @@ import pytest
 
 from shardrank_testing.command_line import ANY_PORTS, shardrank
 from shardrank_testing.movielens import small_interactions, write_movielens
-from shardrank_testing.processes import descendants, is_alive, running
+from shardrank_testing.processes import descendants, is_alive, running, wait_until
 
 FIELDS = {
     "auc_fp32", "auc_served", "auc_item_mean", "max_score_diff", "requests", "errors", "http_p50_ms", "http_p99_ms",
@@ -69,3 +69,28 @@ def test_the_demo_needs_no_data(tmp_path: Path) -> None:
     check_report(report)
     assert (report["source"], report["shards"]) == ("synthetic", 1)
     assert "curl" not in result.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(180)
+def test_the_demo_is_fed_while_it_serves_and_its_page_shows_what_that_is_worth(tmp_path: Path) -> None:
+    report_file = tmp_path / "report.json"
+    arguments = ("--online", "--ratings", "8000", "--ratings-per-s", "1500", "--json", str(report_file))
+    with running("demo", *arguments, *ANY_PORTS) as program:
+        page = program.read_until(r"live: (http\S+/)")[1]
+        seen = dict[str, float]()
+
+        def is_shown() -> bool:
+            models = httpx.get(f"{page}status").json()["state"]["models"]
+            seen.update({model["model"]: model["quality"]["auc"] for model in models if model["quality"] is not None})
+            return len(seen) == 2
+
+        wait_until(is_shown, "both AUCs", timeout_s=60)
+        program.read_until("Still serving")
+        assert program.stop(signal.SIGINT) == 0
+    report = json.loads(report_file.read_text())
+    assert (report["ratings"], report["errors"], report["restarts"]) == (8000, 0, {})
+    assert 6400 <= report["scored"] <= 6464
+    # Of planted tastes more is known with each rating.
+    assert report["auc"]["ratings"] > report["auc"]["ratings-frozen"] > 0.5
+    assert report["request_p50_ms"] <= report["request_p99_ms"]

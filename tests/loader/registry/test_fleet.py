@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -10,9 +11,11 @@ from loader.errors import RegistryConflictError, RegistryRecordError
 from loader.registry.fleet import (
     FLEET,
     NODES,
+    QUALITY,
     DenseStep,
     NodeRecord,
     PublishedVersion,
+    Quality,
     VersionReport,
     VersionStats,
     WantedModel,
@@ -123,6 +126,17 @@ async def test_another_record_of_what_is_published_is_a_conflict(fleet):
         with pytest.raises(RegistryConflictError, match=message):
             await put(record.model_copy(update=changed))
     assert await fleet.version("m", 9) == PUBLISHED
+
+
+async def test_a_models_quality_is_there_as_long_as_it_is_announced(fleet):
+    first, second = (Quality(model=model, auc=0.7, recent_auc=0.75, scored=9) for model in ("a", "b"))
+    await fleet.announce_quality(first, 60.0)
+    await fleet.announce_quality(second, 0.2)
+    await fleet.registry.announce(f"{QUALITY}c", b"{", 60.0)
+    assert await fleet.qualities() == {"a": first, "b": second}
+    while len(await fleet.qualities()) > 1:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    assert await fleet.qualities() == {"a": first}
 
 
 @pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"node_id": "bad"}', b"\xff"])

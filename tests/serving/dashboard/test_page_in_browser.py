@@ -14,7 +14,7 @@ from anyio.from_thread import BlockingPortal
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from loader.registry import open_registry
-from loader.registry.fleet import NodeRecord, VersionReport
+from loader.registry.fleet import NodeRecord, Quality, VersionReport
 from loader.rollout.coordinator import Coordinator, CoordinatorConfig
 from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import read_rollout
@@ -237,11 +237,13 @@ def test_both_colour_schemes_are_there_and_can_be_read(shown, page):
     assert grounds["light"] != grounds["dark"]
 
 
-def test_what_nodes_say_is_text_and_never_markup(shown, page):
+def test_what_is_announced_is_text_and_never_markup(shown, page):
     report = VersionReport(model=MODEL, version=7, state="refused", reason=MARKUP)
     bad = NodeRecord(node_id="bad", kind="shard", process_id=1, address=MARKUP, shard_index=0, versions=(report,))
     shown.run(shown.fleet.fleet.announce_node, bad, 60)
     is_shown(page, "#shards tr", MARKUP)
+    shown.run(shown.fleet.fleet.announce_quality, Quality(model=MODEL, auc=0.7, recent_auc=0.75, scored=900), 60)
+    is_shown(page, "#models .head", "AUC 0.7500 lately, 0.7000 of 900 scores")
     assert page.locator("main img, main b").count() == 0
     assert page.title() == "shardrank"
     shown.run(shown.fleet.fleet.withdraw_node, "bad")
