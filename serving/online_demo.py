@@ -149,7 +149,6 @@ async def replay(
             task.add_done_callback(watching.discard)
         await on_chunk(begin + some.size)
         await asyncio.sleep(max(0.0, started_at + (begin + some.size) / ratings_per_s - time.monotonic()))
-    training.stream.end()
     if watching:
         await asyncio.wait(watching)
 
@@ -224,6 +223,7 @@ async def _run(
                     await registry.announce_quality(quality, QUALITY_TTL_S)
 
         await replay(training, live, ratings[learned:], chunk=200, ratings_per_s=ratings_per_s, on_chunk=on_chunk)
+    training.stream.end()
     trained = await training.wait()
     ending.set()
     await task
