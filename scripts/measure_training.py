@@ -45,10 +45,12 @@ from serving.fleet.local_fleet import running_fleet
 from serving.models.ranking_models import build_model
 from serving.online_demo import FRESH, FROZEN, LiveScores, replay
 from serving.training.fleet_feed import FeedConfig, FleetFeed
-from serving.training.online import OnlineConfig, running_training
-from serving.training.online_model import FILMS, USERS, DenseWeights
+from serving.training.online import OnlineTraining, running_training
+from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream, labels_of, read_ratings
+from serving.training.trainer import auc
+from shard_node.bags import TableLayout
 from shard_node.training.trained_rows import initial_rows
 
 DIM = 128
@@ -220,17 +222,35 @@ def _everything(rank: int, workers: int, port: int, config: OnlineConfig, rating
         summed = dense.gradients.copy()
         distributed.all_reduce(torch.from_numpy(summed))
         dense.apply(summed, step)
-    seconds = time.monotonic() - started_at
-    distributed.barrier()
+    seconds, loss = time.monotonic() - started_at, torch.tensor([statistics.fmean(losses) / workers])
+    distributed.all_reduce(loss)
     if rank == 0:
         steps = len(losses)
         done.put({
-            "steps_per_s": steps / seconds, "loss": statistics.fmean(losses), "steps": steps,
+            "steps_per_s": steps / seconds, "loss": float(loss), "steps": steps,
             "socket_bytes_per_step": (loopback_bytes() - before) / steps,
         })  # fmt: skip
 
 
-async def trained(config: OnlineConfig, ratings: Ratings, window_s: float | None = None) -> dict[str, Any]:
+async def held_out_auc(training: OnlineTraining, held_out: Ratings) -> float:
+    """Score ratings that nobody learns by rows and dense weights as the servers have them now; return the AUC."""
+    config = training.config
+    servers = ParameterServers(training.addresses, config.trained_spec, 1, 0, config.init_scale)
+    tables, dense = TableLayout.of(config.trained_spec).index, DenseWeights(config.spec, 0, config.row_optimizer)
+    ids, index = {DENSE: np.arange(dense.rows.shape[0])}, {}
+    for name, field in ((USERS, "user"), (FILMS, "film")):
+        ids[name], index[name] = np.unique(held_out[field], return_inverse=True)
+    rows = await servers.pull({tables[name]: of for name, of in ids.items()})
+    await servers.close()
+    dense.rows[:] = rows[tables[DENSE]]
+    with torch.inference_mode():
+        vectors = (torch.from_numpy(rows[tables[name]][index[name]]) for name in (USERS, FILMS))
+        return auc(labels_of(held_out), dense.logits(*vectors).numpy())
+
+
+async def trained(
+    config: OnlineConfig, ratings: Ratings, window_s: float | None = None, held_out: Ratings | None = None
+) -> dict[str, Any]:
     """Train online on all ratings; with a window, also what all workers had done after so many seconds."""
     config.folder.mkdir(parents=True)
     stream = RatingStream(config.folder / "stream")
@@ -243,7 +263,11 @@ async def trained(config: OnlineConfig, ratings: Ratings, window_s: float | None
             await asyncio.sleep(window_s)
             statuses = training.statuses()
             early = {"steps_per_s_in_window": sum(each.steps / max(each.seconds, 1e-9) for each in statuses)}
+            if held_out is not None:
+                early["held_out_auc_after_window"] = await held_out_auc(training, held_out)
         report = (await training.wait()).model_dump()
+        if held_out is not None:
+            report["held_out_auc"] = await held_out_auc(training, held_out)
     report["socket_bytes_per_step"] = (loopback_bytes() - before) / max(report["step"], 1)
     return report | early
 
@@ -264,6 +288,7 @@ def measure_kinds(args: argparse.Namespace) -> dict[str, Any]:
 def measure_staleness(args: argparse.Namespace) -> dict[str, Any]:
     """Four workers, one of which needs 30 ms more for each step."""
     ratings, runs = read_ratings(args.movielens, 40_000, 0), []
+    cut = ratings.size * 9 // 10
     for seed in range(args.seeds):
         for consistency in ("bsp", "ssp:1", "ssp:4", "ssp:16", "asp"):
             with tempfile.TemporaryDirectory() as folder:
@@ -271,8 +296,8 @@ def measure_staleness(args: argparse.Namespace) -> dict[str, Any]:
                     folder=Path(folder) / "online", workers=4, servers=1, consistency=consistency, dense="server",
                     batch=64, seed=seed, delays_s=(0.0, 0.0, 0.0, 0.03),
                 )  # fmt: skip
-                report = asyncio.run(trained(config, ratings, window_s=4.0))
-                names = ("auc", "loss", "seconds", "steps_per_s_in_window")
+                report = asyncio.run(trained(config, ratings[:cut], window_s=4.0, held_out=ratings[cut:]))
+                names = ("held_out_auc", "held_out_auc_after_window", "seconds", "steps_per_s_in_window")
                 runs.append({"seed": seed, "consistency": consistency} | {name: report[name] for name in names})
                 say(runs[-1])
     return {"runs": runs}

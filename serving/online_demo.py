@@ -29,7 +29,8 @@ from serving.fleet.local_fleet import running_fleet
 from serving.fleet.process import run_until_signalled
 from serving.training.dataset import TrainingError
 from serving.training.fleet_feed import FeedConfig, FleetFeed
-from serving.training.online import OnlineConfig, OnlineTraining, running_training
+from serving.training.online import OnlineTraining, running_training
+from serving.training.online_model import OnlineConfig
 from serving.training.rating_stream import Ratings, labels_of, read_ratings
 from serving.training.trainer import auc
 from shard_node.bags import Float32Array

@@ -112,7 +112,7 @@ def _train(store: Path, movielens: Path | None, ratings: int, seed: int, **optio
 
 def _train_online(store: Path, given: dict[str, Any], options: dict[str, Any]) -> None:
     from serving.training.fleet_feed import FeedConfig, train_online
-    from serving.training.online import OnlineConfig
+    from serving.training.online_model import OnlineConfig
     from serving.training.rating_stream import read_ratings
 
     if given["folder"] is None:

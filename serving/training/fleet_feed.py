@@ -31,8 +31,8 @@ from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import Frozen, RowDtype
 from loader.snapshot.writer import export_snapshot
 from serving.training.dataset import TrainingError
-from serving.training.online import FIRST_KEY, OnlineConfig, OnlineReport, OnlineTraining, running_training
-from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, ratings_spec
+from serving.training.online import FIRST_KEY, OnlineReport, OnlineTraining, running_training
+from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig, ratings_spec
 from serving.training.online_worker import dense_file
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream
@@ -74,7 +74,9 @@ class FleetFeed:
         self._servers = ParameterServers(training.addresses, config.trained_spec, 1, 0, config.init_scale)
         self._tables = TableLayout.of(config.trained_spec).index
         self._fleet = None if feed.registry is None else FleetRegistry(open_registry(feed.registry))
-        self._published_step = 0
+        self._published_step = self._seen = 0
+        # What the servers have, by the ratings that were seen.
+        self._keys = {name: np.array([FIRST_KEY]) for name in (USERS, FILMS)}
 
     async def begin(self) -> None:
         """Publish a version to begin with, unless one is live.
@@ -136,8 +138,11 @@ class FleetFeed:
         """Write what is trained by now as a model's next version; return its folder. Raises as `export_snapshot`."""
         config, stream = self._training.config, self._training.stream
         learned = self._learned_step() * config.workers * config.batch
-        ratings = stream.read_now(0, learned)
-        keys = {name: np.union1d(ratings[field], [FIRST_KEY]) for name, field in ((USERS, "user"), (FILMS, "film"))}
+        ratings = stream.read_now(self._seen, max(0, learned - self._seen))
+        self._seen += ratings.size
+        keys = self._keys
+        for name, field in ((USERS, "user"), (FILMS, "film")):
+            keys[name] = np.union1d(keys[name], ratings[field])
         pulled = await self._servers.pull({self._tables[name]: of for name, of in keys.items()})
         rows = {name: pulled[self._tables[name]] for name in keys}
         dense = await self._dense()

@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
 from safetensors.numpy import load_file
 from torch import distributed
 
 from loader.errors import ShardrankError
-from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import Frozen
 from loader.snapshot.writer import export_snapshot
@@ -34,86 +32,18 @@ from serving.fleet.config import SupervisionConfig
 from serving.fleet.supervisor import ChildSpec, NotYetError, Supervisor, configured_command, supervised
 from serving.models.ranking_models import build_model
 from serving.training.dataset import TrainingError
-from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, ratings_spec
+from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig
 from serving.training.online_worker import GENERATION, GROUP_TIMEOUT_S, WorkerConfig, WorkerStatus, status_file
 from serving.training.rating_stream import RatingStream, labels_of
 from serving.training.trainer import auc
-from shard_node.training.clocks import Consistency
-from shard_node.training.row_optimizers import OptimizerKind, RowOptimizer
 from shard_node.training.trained_rows import initial_rows
 from shard_node.wire.address import Address
 
 POLL_S: Final = 0.1
+MAX_RESTARTS: Final = 50
 VERSION: Final = 1
 FIRST_KEY: Final = 0
 """A version has to have a key; this one's rows are those that any key begins with."""
-
-
-class OnlineConfig(Frozen):
-    """What is trained, and how. All of it belongs to the folder, but for the last four.
-
-    Attributes:
-        batch: ratings that a worker reads for a step.
-        dense: where dense weights are: `allreduce`, a copy in each worker; `server`, rows of the shard nodes. By
-            default the first for `bsp`, which alone waits for all, else the second.
-        capacity: keys that each of the two tables can have.
-        delays_s: added to each step of the workers, by number.
-        over_tcp: servers listen on ports of 127.0.0.1 in place of sockets in a folder.
-    """
-
-    folder: Path
-    model: str = "ratings"
-    workers: int = Field(default=2, ge=1, le=64)
-    servers: int = Field(default=2, ge=1, le=64)
-    consistency: str = "bsp"
-    dense: Literal["allreduce", "server"] | None = None
-    optimizer: OptimizerKind = "adagrad"
-    lr: float = Field(default=0.2, gt=0)
-    init_scale: float = Field(default=0.02, ge=0)
-    dim: int = Field(default=16, ge=1, le=512)
-    batch: int = Field(default=32, ge=1, le=65_536)
-    capacity: int = Field(default=1 << 20, ge=1)
-    seed: int = 0
-    worker_timeout_s: float = Field(default=30.0, gt=0)
-    write_dense_s: float = Field(default=10.0, gt=0)
-    delays_s: tuple[float, ...] = ()
-    log_dir: Path | None = None
-    over_tcp: bool = False
-
-    @field_validator("consistency")
-    @classmethod
-    def _check_consistency(cls, text: str) -> str:
-        Consistency.parse(text)
-        return text
-
-    @model_validator(mode="after")
-    def _check_dense(self) -> Self:
-        if self.dense == "allreduce" and self.consistency != "bsp":
-            raise ValueError(f"--dense allreduce waits for all workers in each step: not with {self.consistency}")
-        return self
-
-    @property
-    def dense_by(self) -> Literal["allreduce", "server"]:
-        """Where dense weights are."""
-        return self.dense or ("allreduce" if self.consistency == "bsp" else "server")
-
-    @property
-    def spec(self) -> ModelSpec:
-        """What the model is made of, in float32."""
-        return ratings_spec(self.model, self.dim, self.capacity, "fp32")
-
-    @property
-    def trained_spec(self) -> ModelSpec:
-        """What servers train: with the dense weights, where these have them."""
-        if self.dense_by == "allreduce":
-            return self.spec
-        rows = DenseWeights(self.spec, self.seed, self.row_optimizer).rows.shape[0]
-        return ratings_spec(self.model, self.dim, self.capacity, "fp32", rows)
-
-    @property
-    def row_optimizer(self) -> RowOptimizer:
-        """The optimizer of all rows."""
-        return RowOptimizer(kind=self.optimizer, lr=self.lr)
 
 
 class OnlineReport(Frozen):
@@ -183,8 +113,14 @@ class OnlineTraining:
         return [WorkerStatus.model_validate_json(file.read_bytes()) for file in files]
 
     async def wait(self) -> OnlineReport:
-        """Wait until all workers have read the stream to its end; return what it came to."""
-        while not all(status.is_done for status in self.statuses()):  # noqa: ASYNC110 - they are in files
+        """Wait until all workers have read the stream to its end; return what it came to.
+
+        Raises FleetError where a process keeps ending.
+        """
+        while not all(status.is_done for status in self.statuses()):
+            for child in self.supervisor.children.values():
+                if child.restarts > MAX_RESTARTS:
+                    raise child.failure(f"was started again {child.restarts} times")
             await asyncio.sleep(POLL_S)
         return await asyncio.to_thread(self.report)
 
@@ -276,18 +212,7 @@ def _server_config(config: OnlineConfig, shard: int, address: str, more: dict[st
 
 def _worker_spec(config: OnlineConfig, folder: Path, addresses: tuple[str, ...], port: int, worker: int) -> ChildSpec:
     file = folder / f"worker-{worker}.json"
-    shared = {"folder", "workers", "model", "dim", "capacity", "batch", "init_scale", "seed", "write_dense_s"}
-    settings = WorkerConfig(
-        **config.model_dump(include=shared),
-        worker=worker,
-        version=VERSION,
-        servers=addresses,
-        dense=config.dense_by,
-        group=("127.0.0.1", port),
-        is_summed=config.consistency == "bsp",
-        optimizer=config.row_optimizer,
-        delay_s=config.delays_s[worker] if worker < len(config.delays_s) else 0.0,
-    )
+    settings = WorkerConfig(training=config, worker=worker, version=VERSION, servers=addresses, group_port=port)
     file.write_text(settings.model_dump_json(), encoding="utf-8")
     command = (sys.executable, "-m", "serving.training.online_worker", str(file))
     return ChildSpec(f"worker-{worker}", command, partial(_ask_worker, config.folder, worker))

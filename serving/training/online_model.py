@@ -1,23 +1,26 @@
-"""The model that is trained online on ratings: its tables, its dense weights in rows, and the gradients of a step."""
+"""What is trained online on ratings, and how: settings, tables, dense weights in rows, and the gradients of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from loader.description import ModelDescription, TableDescription
 from loader.snapshot.manifest import DenseModelSpec, FeatureSpec, ModelSpec
-from loader.snapshot.tables import RowDtype
+from loader.snapshot.tables import Frozen, RowDtype
 from serving.models.inputs import InputShapes, RankingInputs
 from serving.models.ranking_models import build_model
 from shard_node.bags import Float32Array, Int64Array
-from shard_node.training.row_optimizers import RowOptimizer
+from shard_node.training.clocks import Consistency
+from shard_node.training.row_optimizers import OptimizerKind, RowOptimizer
 
 USERS: Final = "users"
 FILMS: Final = "films"
@@ -123,3 +126,70 @@ class DenseWeights:
         self.gradients *= DENSE_SCALE
         gradients = {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
         return StepResult(torch.sigmoid(logits.detach()).numpy(), float(loss.detach()), gradients)
+
+
+class OnlineConfig(Frozen):
+    """What is trained, and how. All of it belongs to the folder, but for the last four.
+
+    Attributes:
+        batch: ratings that a worker reads for a step.
+        dense: where dense weights are: `allreduce`, a copy in each worker; `server`, rows of the shard nodes. By
+            default the first for `bsp`, which alone waits for all, else the second.
+        capacity: keys that each of the two tables can have.
+        delays_s: added to each step of the workers, by number.
+        over_tcp: servers listen on ports of 127.0.0.1 in place of sockets in a folder.
+    """
+
+    folder: Path
+    model: str = "ratings"
+    workers: int = Field(default=2, ge=1, le=64)
+    servers: int = Field(default=2, ge=1, le=64)
+    consistency: str = "bsp"
+    dense: Literal["allreduce", "server"] | None = None
+    optimizer: OptimizerKind = "adagrad"
+    lr: float = Field(default=0.2, gt=0)
+    init_scale: float = Field(default=0.02, ge=0)
+    dim: int = Field(default=16, ge=1, le=512)
+    batch: int = Field(default=32, ge=1, le=65_536)
+    capacity: int = Field(default=1 << 20, ge=1)
+    seed: int = 0
+    worker_timeout_s: float = Field(default=30.0, gt=0)
+    write_dense_s: float = Field(default=10.0, gt=0)
+    delays_s: tuple[float, ...] = ()
+    log_dir: Path | None = None
+    over_tcp: bool = False
+
+    @field_validator("consistency")
+    @classmethod
+    def _check_consistency(cls, text: str) -> str:
+        Consistency.parse(text)
+        return text
+
+    @model_validator(mode="after")
+    def _check_dense(self) -> Self:
+        if self.dense == "allreduce" and self.consistency != "bsp":
+            raise ValueError(f"--dense allreduce waits for all workers in each step: not with {self.consistency}")
+        return self
+
+    @property
+    def dense_by(self) -> Literal["allreduce", "server"]:
+        """Where dense weights are."""
+        return self.dense or ("allreduce" if self.consistency == "bsp" else "server")
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model is made of, in float32."""
+        return ratings_spec(self.model, self.dim, self.capacity, "fp32")
+
+    @property
+    def trained_spec(self) -> ModelSpec:
+        """What servers train: with the dense weights, where these have them."""
+        if self.dense_by == "allreduce":
+            return self.spec
+        rows = DenseWeights(self.spec, self.seed, self.row_optimizer).rows.shape[0]
+        return ratings_spec(self.model, self.dim, self.capacity, "fp32", rows)
+
+    @property
+    def row_optimizer(self) -> RowOptimizer:
+        """The optimizer of all rows."""
+        return RowOptimizer(kind=self.optimizer, lr=self.lr)

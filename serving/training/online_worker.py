@@ -5,7 +5,8 @@ are rows of the servers like others, or each worker has a copy, and adds gradien
 
 1. A step's gradients are added up, and pushed; once the push is answered, the sum goes into the copy.
 2. A worker that died leaves the group broken. Who notices, in an all-reduce or while its push waits, makes a new one
-   with whoever was restarted. All get the copy that is furthest; whose step is in it by then skips the all-reduce.
+   with the process that was started in its stead. All get the copy that is furthest; whose step is in it by then skips
+   the all-reduce.
 3. If all die, the copy is what worker 0 wrote last: dense weights may go back some steps, rows do not.
 """
 
@@ -17,15 +18,15 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
-from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import distributed
@@ -36,12 +37,11 @@ from loader.snapshot.tables import Frozen
 from serving.fleet.process import die_with_parent, run_until_signalled
 from serving.observe.logs import ERROR_PREFIX, announce, start_logging
 from serving.training.dataset import TrainingError
-from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, ratings_spec
+from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream, labels_of
 from shard_node.bags import Float32Array, Int64Array, TableLayout
 from shard_node.errors import PushRefusedError
-from shard_node.training.row_optimizers import RowOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -49,37 +49,20 @@ GROUP_TIMEOUT_S: Final = 30.0
 WATCH_S: Final = 0.1
 STATUS_S: Final = 0.2
 GENERATION: Final = "generation"
+MAX_SCORES: Final = 1 << 22
 
 
 class WorkerConfig(Frozen):
-    """What one worker runs by.
+    """What one worker runs by: what is trained, its number, servers by number of the shard, and the group's port.
 
-    Attributes:
-        folder: of the stream, and of what workers report.
-        servers: addresses, by number of the shard.
-        group: host and port of the store through which workers find each other.
-        batch: ratings a step.
-        is_summed: whether servers add up a step's gradients before they apply them.
-        delay_s: added to each step, to see what a slow worker costs.
+    `version` is the one that servers began with.
     """
 
-    folder: Path
+    training: OnlineConfig
     worker: int
-    workers: int
-    model: str
     version: int
     servers: tuple[str, ...]
-    dense: Literal["allreduce", "server"]
-    group: tuple[str, int]
-    dim: int
-    capacity: int
-    batch: int
-    is_summed: bool
-    optimizer: RowOptimizer
-    init_scale: float
-    seed: int
-    write_dense_s: float
-    delay_s: float = Field(default=0.0, ge=0)
+    group_port: int
 
 
 class WorkerStatus(Frozen):
@@ -118,27 +101,33 @@ class _GroupChangedError(Exception):
 class WorkerGroup:
     """All workers, for all-reduces. After one has died, a group of the next generation takes the broken one's place."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._worker, self._workers = config.worker, config.workers
+    def __init__(self, worker: int, workers: int, port: int) -> None:
+        self._worker, self._workers = worker, workers
         # Where a host's name leads nowhere, gloo would look for an interface by it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._store = distributed.TCPStore(  # type: ignore[attr-defined]
-            *config.group, is_master=False, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
         )
         self._generation = -1
 
-    def join(self, dense: DenseWeights) -> None:
-        """Wait for all workers, and give each the weights of the one whose step is the highest. Blocks."""
+    def join(self, dense: DenseWeights, step: int) -> None:
+        """Wait for all workers, and give each the weights of the one whose step is the highest. Blocks.
+
+        `step` is the one that the worker is at. Where another one's is higher, the servers have all gradients of those
+        before, and their dense part goes without an update that nobody has made.
+        """
         while True:
             with suppress(_GroupChangedError, RuntimeError):
                 self._begin()
-                steps = [torch.zeros(1, dtype=torch.int64) for _ in range(self._workers)]
-                distributed.all_gather(steps, torch.tensor([dense.step]))
-                source = int(torch.cat(steps).argmax())
+                gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(self._workers)]
+                distributed.all_gather(gathered, torch.tensor([dense.step, step - 1]))
+                steps = torch.stack(gathered)
+                source = int(steps[:, 0].argmax())
                 for array in (dense.rows, dense.state):
                     distributed.broadcast(torch.from_numpy(array), source)
-                dense.step = int(steps[source])
+                dense.step = int(steps.max())
                 return
+            time.sleep(WATCH_S)
             self._end()
 
     def _begin(self) -> None:
@@ -194,28 +183,27 @@ class OnlineWorker:
     """One worker's life, from the step at which the servers expect it to the stream's end."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._config, self._stream = config, RatingStream(config.folder / "stream")
-        spec = ratings_spec(config.model, config.dim, config.capacity, "fp32")
-        self._dense = DenseWeights(spec, config.seed, config.optimizer)
-        rows = self._dense.rows.shape[0] if config.dense == "server" else 0
-        if rows:
-            spec = ratings_spec(config.model, config.dim, config.capacity, "fp32", rows)
-        self._table, self._dense_ids = TableLayout.of(spec).index, np.arange(rows)
-        self._servers = ParameterServers(config.servers, spec, config.version, config.worker, config.init_scale)
+        self._config, self._settings, self._worker = config.training, config, config.worker
+        training = config.training
+        self._stream = RatingStream(training.folder / "stream")
+        self._dense = DenseWeights(training.spec, training.seed, training.row_optimizer)
+        spec = training.trained_spec
+        self._table, self._dense_ids = TableLayout.of(spec).index, np.arange(self._dense.rows.shape[0])
+        self._servers = ParameterServers(config.servers, spec, config.version, config.worker, training.init_scale)
         self._group: WorkerGroup | None = None
         self._steps = self._reduced_bytes = 0
         self._step_done, self._loss, self._started_at, self._wrote_at = 0, 0.0, 0.0, 0.0
-        # Of each step: the first rating's position, and the scores before they were learned.
-        self._scores: list[tuple[int, Float32Array]] = []
+        # Of the last steps: the first rating's position, and the scores before they were learned.
+        self._scores = deque[tuple[int, Float32Array]](maxlen=max(1, MAX_SCORES // training.batch))
 
     async def run(self) -> None:
         """Train until the stream ends, then wait to be stopped. Raises ShardrankError as `ParameterServers`."""
         config = self._config
         step = await self._servers.resume_step()
-        if config.dense == "allreduce":
+        if config.dense_by == "allreduce":
             self._read_dense()
-            self._group = WorkerGroup(config)
-            await asyncio.to_thread(self._group.join, self._dense)
+            self._group = WorkerGroup(self._worker, config.workers, self._settings.group_port)
+            await asyncio.to_thread(self._group.join, self._dense, step)
         self._started_at, self._step_done = time.monotonic(), step - 1
         reporting = asyncio.create_task(self._report_on())
         try:
@@ -226,7 +214,7 @@ class OnlineWorker:
         if self._scores:
             positions = [np.arange(first, first + scores.size) for first, scores in self._scores]
             scores = np.concatenate([scores for _, scores in self._scores])
-            file = status_file(config.folder, config.worker).with_suffix(".safetensors")
+            file = status_file(config.folder, self._worker).with_suffix(".safetensors")
             save_file({"positions": np.concatenate(positions), "scores": scores}, file)
         self._report(is_done=True)
         await asyncio.Event().wait()
@@ -234,7 +222,7 @@ class OnlineWorker:
     async def _read(self, step: int) -> None:
         """Train from a step to the stream's end."""
         config = self._config
-        first, per_step = config.worker * config.batch, config.workers * config.batch
+        first, per_step = self._worker * config.batch, config.workers * config.batch
         while (ratings := await self._stream.read((step - 1) * per_step, per_step)) is not None:
             try:
                 await self._step(step, ratings[first : first + config.batch], (step - 1) * per_step + first)
@@ -259,16 +247,15 @@ class OnlineWorker:
         index: dict[str, Int64Array] = {}
         for table, field in ((USERS, "user"), (FILMS, "film")):
             ids[table], index[table] = np.unique(ratings[field], return_inverse=True)
-        if config.dense == "server":
+        if config.dense_by == "server":
             ids[DENSE] = self._dense_ids
         pulled = await self._servers.pull({self._table[name]: of for name, of in ids.items()})
         rows = {name: pulled[self._table[name]] for name in ids}
-        if config.dense == "server":
+        if config.dense_by == "server":
             self._dense.rows[:] = rows.pop(DENSE)
-        share = 1 / (config.batch * (config.workers if config.is_summed else 1))
+        share = 1 / (config.batch * (config.workers if config.consistency == "bsp" else 1))
         result = self._dense.learn(rows, index, labels_of(ratings), share)
-        if config.delay_s:
-            await asyncio.sleep(config.delay_s)
+        await asyncio.sleep(sum(config.delays_s[self._worker : self._worker + 1]))
         gradients = {self._table[name]: (ids[name], of) for name, of in result.gradients.items()}
         if self._group is None:
             gradients[self._table[DENSE]] = self._dense_ids, self._dense.gradients
@@ -292,7 +279,7 @@ class OnlineWorker:
                 await group.unless_changed(self._servers.push(step, gradients))
                 break
             except _GroupChangedError:
-                await asyncio.to_thread(group.join, dense)
+                await asyncio.to_thread(group.join, dense, step)
         if dense.step < step:
             dense.apply(summed, step)
 
@@ -307,7 +294,7 @@ class OnlineWorker:
     async def _write_dense(self, *, is_due: bool = False) -> None:
         config = self._config
         is_due = is_due or time.monotonic() - self._wrote_at >= config.write_dense_s
-        if config.worker or self._group is None or not is_due:
+        if self._worker or self._group is None or not is_due:
             return
         path = dense_file(config.folder)
         save_file(self._dense.saved(self._step_done), temporary := path.with_suffix(".new"))
@@ -328,7 +315,7 @@ class OnlineWorker:
             reduced_bytes=self._reduced_bytes,
             is_done=is_done,
         )
-        path = status_file(self._config.folder, self._config.worker)
+        path = status_file(self._config.folder, self._worker)
         (temporary := path.with_suffix(".new")).write_text(status.model_dump_json(), encoding="utf-8")
         os.replace(temporary, path)
 

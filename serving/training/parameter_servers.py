@@ -29,8 +29,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PULL_TIMEOUT_S: Final = 10.0
-PUSH_TIMEOUT_S: Final = 3600.0
-"""An answer to a push is withheld for as long as others need for the step."""
+PUSH_TIMEOUT_S: Final = 30.0
+"""Then the push is sent again: its answer is withheld for as long as others need, or was lost with a connection."""
 RETRY_S: Final = 0.1
 
 
@@ -92,8 +92,7 @@ class ParameterServers:
 
         async def push_to(shard: int, at: dict[int, Int64Array]) -> None:
             some = {table: (gradients[table][0][chosen], gradients[table][1][chosen]) for table, chosen in at.items()}
-            client, push = self._clients[shard], Push(self._worker, step, some)
-            await self._until_answered(partial(client.push, self._model, self._version, push, PUSH_TIMEOUT_S))
+            await self._push_to(self._clients[shard], Push(self._worker, step, some))
             self.traffic[shard].steps += 1
             self.traffic[shard].pushed_bytes += sum(values.nbytes for _, values in some.values())
 
@@ -107,27 +106,41 @@ class ParameterServers:
                 raise error
 
     async def resume_step(self) -> int:
-        """Return the step at which the worker goes on: the lowest that a server expects, once they agree.
+        """Return the step at which the worker goes on: the lowest that a server expects.
 
         One that died while it pushed has a step on some servers and not on others, and pushes that again. Where some
-        count it as gone and others do not, these will.
+        count it as gone, the steps that it leaves out there are without its gradients on all.
         """
         while True:
             infos = await asyncio.gather(*(self._until_answered(client.info) for client in self._clients))
-            reports = [info.training for info in infos]
-            due, is_active = set[int](), set[bool]()
-            for client, report in zip(self._clients, reports, strict=True):
-                if report is None:
+            due, is_active = list[int](), list[bool]()
+            for client, info in zip(self._clients, infos, strict=True):
+                if info.training is None:
                     raise PushRefusedError(f"{client.address} trains nothing", kind="not_training")
-                if self._worker >= len(report.steps):
-                    raise PushRefusedError(f"worker {self._worker} is none of 0..{len(report.steps) - 1}")
-                due.add(report.resume_steps[self._worker])
-                is_active.add(report.is_active[self._worker])
-            if is_active == {False}:
-                return max(due)
-            if max(due) - min(due) <= 1:
+                if self._worker >= len(info.training.steps):
+                    raise PushRefusedError(f"worker {self._worker} is none of 0..{len(info.training.steps) - 1}")
+                due.append(info.training.resume_steps[self._worker])
+                is_active.append(info.training.is_active[self._worker])
+            if all(is_active) and max(due) - min(due) <= 1:
                 return min(due)
+            if not all(is_active) and await self._left_out(due, is_active):
+                return max(due)
             await self._sleep(RETRY_S)
+
+    async def _left_out(self, due: list[int], is_active: list[bool]) -> bool:
+        """Push steps without gradients where others wait for them, up to the highest due; False if one is not."""
+        for client, first, is_due in zip(self._clients, due, is_active, strict=True):
+            for step in range(first, max(due) if is_due else first):
+                try:
+                    await self._push_to(client, Push(self._worker, step, {}))
+                except PushRefusedError as error:
+                    if error.kind != "push_step":
+                        raise
+                    return False
+        return True
+
+    async def _push_to(self, client: ShardClient, push: Push) -> None:
+        await self._until_answered(partial(client.push, self._model, self._version, push, PUSH_TIMEOUT_S))
 
     async def close(self) -> None:
         """Close the connections."""

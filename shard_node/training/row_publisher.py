@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from loader.deltas.blocking_publisher import DeltaPublisher
-from loader.errors import ShardrankError
+from loader.errors import DeltaLostError, ShardrankError
 from shard_node.bags import Float32Array, Int64Array
 from shard_node.training.trainer import Trainer
 
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class RowPublisher:
     """A thread that publishes what a trainer has changed since it did last, to the version of `connect`'s publisher.
 
-    Rows that could not be published are tried again with the next ones. Tables that the version has not are left out.
+    Rows that could not be published are tried again with the next ones, and all that was trained if the registry has
+    lost some. Tables that the version has not are left out.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class RowPublisher:
         self._trainer, self._connect, self._every_s, self._clock = trainer, connect, every_s, clock
         self._waiting: dict[str, tuple[Int64Array, Float32Array]] = {}
         self._publisher: DeltaPublisher | None = None
+        self._is_lost = False
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="row-publisher", daemon=True)
         self._thread.start()
@@ -49,7 +51,8 @@ class RowPublisher:
             try:
                 self._publish()
                 reported = ""
-            except ShardrankError as error:
+            except (ShardrankError, OSError) as error:
+                self._is_lost = self._is_lost or isinstance(error, DeltaLostError)
                 if str(error) != reported or is_last:
                     again = "when training goes on" if is_last else "and tried again"
                     logger.warning("rows are not published yet, %s: %s", again, error)
@@ -58,7 +61,8 @@ class RowPublisher:
             self._publisher.close()
 
     def _publish(self) -> None:
-        for name, (ids, rows) in self._trainer.pop_changed().items():
+        changed, self._is_lost = self._trainer.pop_changed(everything=self._is_lost), False
+        for name, (ids, rows) in changed.items():
             old_ids, old_rows = self._waiting.get(name, (ids[:0], rows[:0]))
             is_older = ~np.isin(old_ids, ids)
             self._waiting[name] = np.concatenate([old_ids[is_older], ids]), np.concatenate([old_rows[is_older], rows])

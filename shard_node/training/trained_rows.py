@@ -140,11 +140,12 @@ class TrainedRows:
             tensors[f"{name}.state"] = of_table.state[at]
         return tensors
 
-    def pop_changed(self) -> dict[str, tuple[Int64Array, Float32Array]]:
-        """Return ids and rows that have changed since this was called last, by table: what was restored, too."""
+    def pop_changed(self, *, everything: bool) -> dict[str, tuple[Int64Array, Float32Array]]:
+        """Return ids and rows that have changed since the snapshot, or this was called last, by table."""
         changed = {}
         for name, number, of_table in self._named():
-            changed[name] = self._read(number, of_table, of_table.is_new.nonzero()[0])
+            is_due = of_table.is_changed if everything else of_table.is_new
+            changed[name] = self._read(number, of_table, is_due.nonzero()[0])
             of_table.is_new[:] = False
         return changed
 

@@ -109,10 +109,13 @@ class Trainer:
             raise
         self._report = self._reported()
         self._queue = deque[_Submitted]()
-        self._changes = deque[Future[_Changes]]()
+        self._changes = deque[tuple[Future[_Changes], bool]]()
         self._changed = threading.Condition()
         self._is_closed, self._failure = False, ""
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
         self._thread.start()
 
     def submit(self, model: str, version: int, body: Body, push: Push, kept: Callable[[], object], done: Done) -> None:
@@ -141,16 +144,16 @@ class Trainer:
         """Return where workers were after the last batch."""
         return self._report
 
-    def pop_changed(self) -> _Changes:
+    def pop_changed(self, *, everything: bool = False) -> _Changes:
         """Return ids and rows, by table, that have changed since this was called last, all of them durable.
 
-        Of what was put back from log and checkpoint all are new. Raises TrainingFailedError.
+        With `everything` those that have since the snapshot, as after a restart. Raises TrainingFailedError.
         """
         changes: Future[_Changes] = Future()
         with self._changed:
             if self._is_closed or self._failure:
                 raise TrainingFailedError(self._failure or "the node ends")
-            self._changes.append(changes)
+            self._changes.append((changes, everything))
             self._changed.notify()
         return changes.result()
 
@@ -164,8 +167,8 @@ class Trainer:
     def _run(self) -> None:
         failure = "the node ends"
         try:
-            while self._next():
-                pass
+            while self._wait():
+                self._do_batch()
         except BaseException as error:
             logger.exception("training ends: its log can't be written, or rows can't be changed")
             failure = f"{type(error).__name__}: {error}"
@@ -173,23 +176,23 @@ class Trainer:
             self._failure = failure
             waiting: list[Callable[[TrainingFailedError], object]] = [submitted.done for submitted in self._queue]
             waiting += [done for _, done in self._withheld.values()]
-            waiting += [changes.set_exception for changes in self._changes]
+            waiting += [changes.set_exception for changes, _ in self._changes]
             self._queue.clear()
         for done in waiting:
             _call(partial(done, TrainingFailedError(failure)))
         self._log.close()
 
-    def _next(self) -> bool:
-        """Do one batch; return whether there may be another."""
+    def _wait(self) -> bool:
+        """Wait for something to do, or for as long as may pass until who is silent is noticed; False at the end."""
         with self._changed:
             if not (self._queue or self._changes or self._is_closed):
                 # Who is silent is noticed late by as much, which costs a barrier that much more.
                 self._changed.wait(min(1.0, self._config.worker_timeout_s / 4))
-            if self._is_closed:
-                return False
-            batch = len(self._queue)
+            return not self._is_closed
+
+    def _do_batch(self) -> None:
         now, timeout_s = self._clock(), self._config.worker_timeout_s
-        accepted = [submitted for _ in range(batch) if (submitted := self._receive(now)) is not None]
+        accepted = [submitted for _ in range(len(self._queue)) if (submitted := self._receive(now)) is not None]
         for worker in self._clocks.silent(now):
             logger.warning("worker %d was waited for for %g s: nobody waits for it any more", worker, timeout_s)
             self._log.append(LEAVE_KIND, _WORKER.pack(worker))
@@ -203,11 +206,11 @@ class Trainer:
         for done in released:
             _call(partial(done, self._clocks.slowest))
         while self._changes:
-            self._changes.popleft().set_result(self._rows.pop_changed())
+            changes, everything = self._changes.popleft()
+            changes.set_result(self._rows.pop_changed(everything=everything))
         # As many bytes of log as the last checkpoint has are worth another one.
         if self._log.size_bytes >= max(self._config.checkpoint_bytes, self._log.checkpoint_bytes) and not self._pending:
             self._log.replace(self._tensors())
-        return True
 
     def _reported(self) -> TrainingReport:
         clocks = self._clocks

@@ -163,6 +163,9 @@ class Stream(asyncio.Transport):
 
     def _take(self, data: bytes) -> None:
         if self._is_lost:
+            # As a kernel answers what comes for a connection that it has given up.
+            if data and self.other is not None and not self.other.is_closed:
+                self.other.lose(ConnectionResetError("connection reset by peer"), self._network.delay_s("", ""))
             return
         view = memoryview(data)
         while view and not self._is_lost:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation import training
+
 ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = sorted((Path(__file__).parent / "mutants").glob("*.patch"))
 
@@ -32,6 +34,11 @@ def test_every_rule_holds_on_the_seeds_of_the_day():
 def test_a_seed_is_replayed_exactly():
     ran = simulate("--seeds 1 --first 11 --twice --shrink-s 0")
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("seeds", [20, pytest.param(2000, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])])
+def test_pushes_of_training_are_applied_once_whoever_dies(tmp_path, seeds):
+    training.run_many(datetime.date.today().toordinal() * 100_000, seeds, tmp_path)
 
 
 def checkout_with(patch: Path, folder: Path) -> Path:

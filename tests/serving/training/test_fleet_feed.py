@@ -15,7 +15,7 @@ from loader.registry.fleet import FleetRegistry, NodeRecord
 from loader.snapshot.reader import Snapshot, verify_snapshot
 from serving.training.dataset import TrainingError
 from serving.training.fleet_feed import FeedConfig, train_online
-from serving.training.online import OnlineConfig
+from serving.training.online_model import OnlineConfig
 from serving.training.rating_stream import read_ratings
 from shardrank_testing.deltas import MODEL, published_rows
 from shardrank_testing.online import Reference

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from serving.training.dataset import TrainingError
-from serving.training.online import OnlineConfig, OnlineReport, OnlineTraining, prepare, running_training
-from serving.training.online_model import DENSE
+from serving.training.online import OnlineReport, OnlineTraining, prepare, running_training
+from serving.training.online_model import DENSE, OnlineConfig
 from serving.training.online_worker import dense_file
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream, read_ratings
