@@ -300,7 +300,37 @@ def measure_staleness(args: argparse.Namespace) -> dict[str, Any]:
                 names = ("held_out_auc", "held_out_auc_after_window", "seconds", "steps_per_s_in_window")
                 runs.append({"seed": seed, "consistency": consistency} | {name: report[name] for name in names})
                 say(runs[-1])
+    args.json.with_suffix(".svg").write_text(plot_of(runs), encoding="utf-8")
     return {"runs": runs}
+
+
+def plot_of(runs: list[dict[str, Any]]) -> str:
+    """Draw held-out AUC over steps a second, a point and its range over the seeds for each consistency, as SVG."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_kind.setdefault(run["consistency"], []).append(run)
+    aucs, rates = ([run[name] for run in runs] for name in ("held_out_auc", "steps_per_s_in_window"))
+    low, high, fastest = min(aucs) - 0.001, max(aucs) + 0.001, 1.1 * max(rates)
+
+    def at(rate: float, value: float) -> tuple[float, float]:
+        return 70 + 500 * rate / fastest, 280 - 240 * (value - low) / (high - low)
+
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 340" font-family="sans-serif" font-size="13">',
+        '<rect width="640" height="340" fill="white"/><path d="M70 30V280H580" fill="none" stroke="black"/>',
+        '<text x="250" y="325">steps a second, all workers</text><text x="10" y="20">held-out AUC</text>',
+    ]
+    for value in np.linspace(low, high, 5):
+        parts.append(f'<text x="12" y="{at(0, value)[1] + 4:.1f}">{value:.4f}</text>')
+    for rate in range(0, int(fastest), 50):
+        parts.append(f'<text x="{at(rate, low)[0] - 8:.1f}" y="298">{rate}</text>')
+    for kind, of_kind in by_kind.items():
+        values = [run["held_out_auc"] for run in of_kind]
+        x, y = at(statistics.fmean(run["steps_per_s_in_window"] for run in of_kind), statistics.fmean(values))
+        parts.append(f'<path d="M{x:.1f} {at(0, min(values))[1]:.1f}V{at(0, max(values))[1]:.1f}" stroke="steelblue"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="steelblue"/>')
+        parts.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{kind}</text>')
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def measure_fresher(args: argparse.Namespace) -> dict[str, Any]:

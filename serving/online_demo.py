@@ -48,7 +48,7 @@ class OnlineDemoReport(Frozen):
     """What `--json` writes. AUCs are of the same ratings, each scored before it was learned.
 
     `seconds_to_score` are from the moment in which a new user's first rating could be read by the workers until the
-    served scores of that user differ from those of an unknown one.
+    served scores of that user differ from those of an unknown one; `unseen_users` got no row within 15 s.
     """
 
     ratings: int
@@ -60,6 +60,7 @@ class OnlineDemoReport(Frozen):
     request_p99_ms: float
     seconds_to_score_p50: float | None
     seconds_to_score_p99: float | None
+    unseen_users: int
     worker_steps: int
     restarts: dict[str, int]
 
@@ -74,6 +75,7 @@ class LiveScores:
         self.latencies_ms: list[float] = []
         self.seconds_to_score: list[float] = []
         self.errors: list[str] = []
+        self.unseen = 0
 
     async def score(self, ratings: Ratings) -> None:
         """Score ratings by each model, with a request for each user."""
@@ -101,7 +103,7 @@ class LiveScores:
             return answer.scores
 
     async def watch(self, model: str, user: int, film: int) -> None:
-        """Wait until a user has a row, and note the seconds that it took."""
+        """Wait until a user has a row, and note the seconds that it took; count it as unseen if it gets none."""
         started_at, films = time.monotonic(), np.array([film])
         while time.monotonic() - started_at < QUALITY_TTL_S:
             known, unknown = [await self._rank(model, each, films) for each in (user, STRANGER)]
@@ -109,7 +111,8 @@ class LiveScores:
                 self.seconds_to_score.append(time.monotonic() - started_at)
                 return
             await asyncio.sleep(POLL_S)
-        self.errors.append(f"{model}: user {user} has no row {QUALITY_TTL_S:g} s after its first rating")
+        # The last ratings are no step of all workers, and are not learned.
+        self.unseen += 1
 
     def auc(self, model: str, last: int | None = None) -> float:
         """Return the area under the ROC curve of all scores, or the last ones. Raises TrainingError without any."""
@@ -245,6 +248,7 @@ def report_of(live: LiveScores, steps: int, restarts: Mapping[str, int], ratings
         request_p99_ms=p99,
         seconds_to_score_p50=seconds[0],
         seconds_to_score_p99=seconds[1],
+        unseen_users=live.unseen,
         worker_steps=steps,
         restarts=dict(restarts),
     )

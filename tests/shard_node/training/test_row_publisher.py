@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,28 @@ def test_rows_wait_for_a_fleet_that_is_not_there_yet(snapshot, tmp_path):
     row = {number: values[0] for number, values in published_rows(registry, ["films"])["films"].items()}
     before = snapshot_rows(snapshot)
     assert (row[1], row[2]) == (pytest.approx(before[1] - 1), pytest.approx(before[2] - 2))
+
+
+def test_all_that_was_trained_is_published_again_where_the_registry_has_lost_some(snapshot, tmp_path):
+    """As after a registry was put back from a copy of an earlier moment."""
+    registry, copy, trainer = tmp_path / "registry", tmp_path / "copy", trainer_of(snapshot, tmp_path / "log")
+    publish(registry, snapshot.path)
+    publisher = RowPublisher(trainer, lambda: DeltaPublisher(registry, MODEL, 1), SOON_S)
+
+    def until(rows: list[int]) -> None:
+        wait_until(lambda: sorted(published_rows(registry, ["films"])["films"]) == rows, f"rows {rows}")
+
+    push(trainer, 1, films=[1])
+    until([1])
+    shutil.copytree(registry, copy)
+    push(trainer, 2, films=[2])
+    until([1, 2])
+    shutil.rmtree(registry)
+    shutil.copytree(copy, registry)
+    push(trainer, 3, films=[3])
+    until([1, 2, 3])
+    publisher.close()
+    trainer.close()
 
 
 def snapshot_rows(snapshot: Snapshot) -> np.ndarray:
