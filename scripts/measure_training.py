@@ -355,13 +355,9 @@ async def fresher(folder: Path, ratings: Ratings, seed: int, days: int) -> dict[
         training = await stack.enter_async_context(running_training(config, settings))
         training.stream.append(ratings[:learned])
 
-        async def until_learned(count: int) -> None:
-            while min(status.step for status in training.statuses()) < count // per_step:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-
-        await until_learned(learned)
         feeding = FleetFeed(training, FeedConfig(store=store, registry=registry, publish_dense_s=0.5))
         stack.push_async_callback(feeding.close)
+        await feeding.until_learned(learned // per_step)
         models = (FRESH, FROZEN, DAILY)
         for model in models:
             await feeding.export(model)
@@ -391,7 +387,7 @@ async def fresher(folder: Path, ratings: Ratings, seed: int, days: int) -> dict[
                 continue
             await replay(training, live, of_day, chunk=50, ratings_per_s=RATINGS_PER_S, on_chunk=nothing)
             appended += of_day.size
-            await until_learned(appended)
+            await feeding.until_learned(appended // per_step)
             path = await feeding.export(DAILY)
             versions = (await publish(opened, path, store, clock=time.time)).record.version
             await start_rollout(opened, DAILY, versions, rollout_id=f"{versions:032x}")
@@ -406,7 +402,7 @@ async def fresher(folder: Path, ratings: Ratings, seed: int, days: int) -> dict[
         seconds = np.percentile(live.seconds_to_score, (50, 99)).tolist()
         return {
             "scored": live.scored, "auc": {model: live.auc(model) for model in models}, "errors": live.errors[:5],
-            "daily_versions": versions, "seconds_to_score": seconds, "new_users": len(live.seconds_to_score),
+            "daily_versions": versions, "seconds_to_score": seconds, "new_users": len(live.seconds_to_score), "unseen": live.unseen,
         }  # fmt: skip
 
 

@@ -90,7 +90,7 @@ class LiveScores:
             self._scores[model].append(scores)
         self._labels.append(labels_of(ratings))
 
-    async def _rank(self, model: str, user: int, films: np.ndarray) -> Float32Array | float:
+    async def _rank(self, model: str, user: int, films: np.ndarray, *, is_timed: bool = True) -> Float32Array | float:
         candidates = {"film_id": Ragged(films, np.ones(films.size, np.int32))}
         async with self._in_flight:
             started_at = time.perf_counter()
@@ -99,15 +99,18 @@ class LiveScores:
             except ShardrankError as error:
                 self.errors.append(f"{model}: {error}")
                 return np.nan
-            self.latencies_ms.append(1000 * (time.perf_counter() - started_at))
+            if is_timed:
+                self.latencies_ms.append(1000 * (time.perf_counter() - started_at))
             return answer.scores
 
     async def watch(self, model: str, user: int, film: int) -> None:
         """Wait until a user has a row, and note the seconds that it took; count it as unseen if it gets none."""
         started_at, films = time.monotonic(), np.array([film])
         while time.monotonic() - started_at < QUALITY_TTL_S:
-            known, unknown = [await self._rank(model, each, films) for each in (user, STRANGER)]
-            if not np.array_equal(known, unknown):
+            # What changes for all users between two requests is no row of this one's.
+            users = (STRANGER, user, STRANGER)
+            before, known, after = [await self._rank(model, each, films, is_timed=False) for each in users]
+            if np.isfinite(known).all() and np.array_equal(before, after) and not np.array_equal(known, before):
                 self.seconds_to_score.append(time.monotonic() - started_at)
                 return
             await asyncio.sleep(POLL_S)
@@ -200,11 +203,10 @@ async def _run(
         on_ready = lambda name: bars("starting processes", next(ready), total)  # noqa: E731
         training = await running.enter_async_context(running_training(config, settings, on_ready))
         training.stream.append(ratings[:learned])
-        while min(status.step for status in training.statuses()) < learned // per_step:  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
         feed = FeedConfig(store=fleet.store, registry=fleet.registry, publish_dense_s=1.0)
         feeding = FleetFeed(training, feed)
         running.push_async_callback(feeding.close)
+        await feeding.until_learned(learned // per_step)
         for model in (FRESH, FROZEN):
             await feeding.export(model)
         at = await running.enter_async_context(running_fleet(fleet, on_ready))

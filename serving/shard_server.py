@@ -13,11 +13,9 @@ from typing import Final
 import torch
 import uvloop
 
-from loader.deltas.blocking_publisher import DeltaPublisher
 from loader.errors import ConfigError, RegistryUnavailableError
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
-from loader.registry import open_registry
 from loader.registry.fleet import FleetRecord, FleetRegistry
 from loader.snapshot.reader import Snapshot
 from router.plan import REPLICATED
@@ -183,20 +181,9 @@ def published_rows(options: ShardNodeConfig, trainer: Trainer, node: ShardNode) 
     """Publish what is trained to a fleet, if its registry is named."""
     if options.publish_registry is None:
         return None
-    registry, model = options.publish_registry, node.generations.all()[0].model
-
-    async def live_version() -> int:
-        fleet = FleetRegistry(open_registry(registry))
-        try:
-            if (desired := await fleet.wanted_model(model)) is None or desired.live is None:
-                raise ConfigError(f"--publish-registry: no version of {model!r} is live in {fleet.name}")
-            return desired.live
-        finally:
-            await fleet.registry.close()
-
-    return RowPublisher(
-        trainer, lambda: DeltaPublisher(registry, model, asyncio.run(live_version())), options.publish_rows_s
-    )
+    generation = node.generations.all()[0]
+    tables = generation.payload.engine.layout.tables
+    return RowPublisher(trainer, options.publish_registry, generation.model, tables, options.publish_rows_s)
 
 
 async def _listen(

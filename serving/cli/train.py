@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import print_document, progress_bars
 from serving.cli.settings import config_of, registry_url
+from serving.fleet.process import run_until_signalled
 
 ONLINE = ("folder", "workers", "servers", "consistency", "dense", "optimizer", "lr", "batch", "worker_timeout_s",
           "publish_rows_s", "publish_dense_s", "snapshot_s", "bake_s")  # fmt: skip
@@ -37,7 +37,7 @@ _online_options = opts.together(
     opts.registry_option,
     opts.option("--publish-rows-s X", "With --registry: how often changed rows are published.", opts.ABOVE_ZERO, 2.0),
     opts.option("--publish-dense-s X", "With --registry: how often dense weights are.", opts.ABOVE_ZERO, 10.0),
-    opts.option("--snapshot-s X", "With --registry: how often a version is written and rolled out.", opts.ABOVE_ZERO),
+    opts.option("--snapshot-s X", "With --registry: how often a version is rolled out.", opts.ABOVE_ZERO, 3600.0),
     opts.option("--bake-s X", "How long its answers are compared with the one before's.", opts.FiniteRange(0), 0.0),
 )
 
@@ -80,12 +80,13 @@ def train(ctx: click.Context, /, store: Path, **options: Any) -> None:
       shardrank train --online --store models --folder online --ratings ratings.csv --workers 4 --consistency ssp:4
     """
     given = {name: options.pop(name) for name in (*ONLINE, "registry")}
-    if options.pop("online"):
-        _train_online(store, given, options)
+    is_online = options.pop("online")
+    alien = options.keys() - {"movielens", "ratings", "seed", "model", "dim", "dtype"} if is_online else given.keys()
+    if named := sorted(name for name in alien if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE):
+        raise click.UsageError(f"--{named[0].replace('_', '-')}: {'not' if is_online else 'only'} with --online")
+    if is_online:
+        _train_online(ctx, store, given, options)
         return
-    source = ctx.get_parameter_source
-    if alien := sorted(name for name in given if source(name) is ParameterSource.COMMANDLINE):
-        raise click.UsageError(f"--{alien[0].replace('_', '-')}: only with --online")
     if isinstance(options["ratings"], Path):
         raise click.UsageError("--ratings: a file only with --online")
     _train(store, **options)
@@ -110,7 +111,7 @@ def _train(store: Path, movielens: Path | None, ratings: int, seed: int, **optio
     click.echo(f"wrote {version.folder}")
 
 
-def _train_online(store: Path, given: dict[str, Any], options: dict[str, Any]) -> None:
+def _train_online(ctx: click.Context, store: Path, given: dict[str, Any], options: dict[str, Any]) -> None:
     from serving.training.fleet_feed import FeedConfig, train_online
     from serving.training.online_model import OnlineConfig
     from serving.training.rating_stream import read_ratings
@@ -125,6 +126,9 @@ def _train_online(store: Path, given: dict[str, Any], options: dict[str, Any]) -
     registry = None if named["registry"] is None else registry_url(named["registry"], store)
     feed = config_of(FeedConfig, named, store=store, dtype=options["dtype"], registry=registry)
     ratings = read_ratings(options["movielens"], options["ratings"], options["seed"])
-    report, folder = asyncio.run(train_online(training, feed, ratings, click.echo))
+    done = run_until_signalled(lambda: train_online(training, feed, ratings, click.echo))
+    if done is None:
+        ctx.exit(130)
+    report, folder = done
     print_document(report.model_dump())
     click.echo(f"wrote {folder}")

@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import load_file
 
 from loader.deltas.publisher import AsyncDeltaPublisher
-from loader.errors import ShardrankError
+from loader.errors import RolloutError, ShardrankError
 from loader.registry import open_registry
 from loader.registry.fleet import FleetRegistry
 from loader.rollout.guards import GuardLimits
@@ -30,6 +30,7 @@ from loader.snapshot.publishing import publish, stream_end
 from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import Frozen, RowDtype
 from loader.snapshot.writer import export_snapshot
+from loader.stores import open_store
 from serving.training.dataset import TrainingError
 from serving.training.online import FIRST_KEY, OnlineReport, OnlineTraining, running_training
 from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig, ratings_spec
@@ -37,17 +38,19 @@ from serving.training.online_worker import dense_file
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream
 from serving.training.trainer import GOLDEN_TOLERANCES
-from shard_node.bags import TableLayout
+from shard_node.bags import Float32Array, Int64Array, TableLayout
 
 logger = logging.getLogger(__name__)
 
 GOLDEN_REQUESTS = 32
 GOLDEN_FILMS = 4
 POLL_S = 0.25
+ROLLOUT_S = 600.0
+PULLED_IDS = 1 << 16
 
 
 class FeedConfig(Frozen):
-    """Where what is trained goes to, and how often. Times in seconds; None for never.
+    """Where what is trained goes to, and how often. Times in seconds.
 
     Attributes:
         store: of the fleet; a version of the model is written as the next one.
@@ -60,7 +63,7 @@ class FeedConfig(Frozen):
     dtype: RowDtype = "int8"
     publish_rows_s: float = 2.0
     publish_dense_s: float = 10.0
-    snapshot_s: float | None = None
+    snapshot_s: float = 3600.0
     bake_s: float = 0.0
 
 
@@ -81,10 +84,25 @@ class FleetFeed:
     async def begin(self) -> None:
         """Publish a version to begin with, unless one is live.
 
-        Where nodes run it is rolled out; a fleet that starts later takes it as its newest.
+        Where nodes run it is rolled out; a fleet that starts later takes it as its newest. Raises TrainingError where
+        a version of another training is live: its rows are not these.
         """
-        if self._fleet is not None and await self._live(self._fleet) is None:
+        if self._fleet is None:
+            return
+        if (live := await self._live(self._fleet)) is None:
             await self.snapshot()
+            return
+        model = self._training.config.model
+        stored = await asyncio.to_thread(open_store(self._feed.store).manifest, model, live)
+        if stored is None or stored[0].metadata.get("training") != self._training.training_id:
+            raise TrainingError(f"version {live} of {model!r} is live, and of another training: name another --model")
+
+    async def until_learned(self, step: int) -> None:
+        """Wait until all workers have done a step, and dense weights with it can be read."""
+        while min(status.step for status in self._training.statuses()) < step:  # noqa: ASYNC110 - they are in files
+            await asyncio.sleep(POLL_S)
+        while (await self._dense()).step < step:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
 
     async def _live(self, fleet: FleetRegistry) -> int | None:
         desired = await fleet.wanted_model(self._training.config.model)
@@ -94,17 +112,20 @@ class FleetFeed:
         """Publish dense weights and versions until it is to end. What fails is logged, and tried again."""
         if (fleet := self._fleet) is None:
             return
-        feed, snapshot_at, dense_at = self._feed, time.monotonic() + (self._feed.snapshot_s or 0), 0.0
-        while not ending.is_set():
+        feed, snapshot_at, dense_at = self._feed, time.monotonic() + self._feed.snapshot_s, 0.0
+        rolling: asyncio.Task[Path] | None = None
+        while not ending.is_set() or rolling is not None:
             await asyncio.sleep(POLL_S)
             now = time.monotonic()
             try:
-                if now - dense_at >= feed.publish_dense_s:
+                if now - dense_at >= feed.publish_dense_s or ending.is_set():
                     dense_at = now
                     await self._publish_dense(fleet)
-                if feed.snapshot_s is not None and now >= snapshot_at:
-                    snapshot_at = now + feed.snapshot_s
-                    await self.snapshot()
+                if rolling is not None and rolling.done():
+                    done, rolling = rolling, None
+                    done.result()
+                elif rolling is None and now >= snapshot_at and not ending.is_set():
+                    snapshot_at, rolling = now + feed.snapshot_s, asyncio.create_task(self.snapshot())
             except ShardrankError as error:
                 logger.warning("what is trained is not published yet: %s", error)
 
@@ -126,7 +147,10 @@ class FleetFeed:
             bake_s = 0.0 if live is None else feed.bake_s
             baking: dict[str, Any] = {"bake_s": bake_s, "guards": GuardLimits(min_requests=0) if bake_s else None}
             await start_rollout(fleet, model, version, rollout_id=secrets.token_hex(16), **baking)
-            while (last := await read_rollout(fleet, model)) is not None and last.rollout.active:  # noqa: ASYNC110
+            until = time.monotonic() + ROLLOUT_S + 11 * bake_s
+            while (last := await read_rollout(fleet, model)) is not None and last.rollout.active:
+                if time.monotonic() > until:
+                    raise RolloutError(f"{model}: the rollout of version {version} is not done after {ROLLOUT_S:g} s")
                 await asyncio.sleep(POLL_S)
             if last is not None and last.rollout.state != "done":
                 logger.warning("version %d of %s: %s, %s", version, model, last.rollout.state, last.rollout.reason)
@@ -137,14 +161,14 @@ class FleetFeed:
     ) -> Path:
         """Write what is trained by now as a model's next version; return its folder. Raises as `export_snapshot`."""
         config, stream = self._training.config, self._training.stream
-        learned = self._learned_step() * config.workers * config.batch
+        # What was published before it was asked for is among these.
+        learned = await self._servers.last_step() * config.workers * config.batch
         ratings = stream.read_now(self._seen, max(0, learned - self._seen))
         self._seen += ratings.size
         keys = self._keys
         for name, field in ((USERS, "user"), (FILMS, "film")):
             keys[name] = np.union1d(keys[name], ratings[field])
-        pulled = await self._servers.pull({self._tables[name]: of for name, of in keys.items()})
-        rows = {name: pulled[self._tables[name]] for name in keys}
+        rows = {name: await self._pulled(self._tables[name], of) for name, of in keys.items()}
         dense = await self._dense()
         users, films = keys[USERS][-GOLDEN_REQUESTS:], np.resize(keys[FILMS][-64:], (GOLDEN_REQUESTS, GOLDEN_FILMS))
         films = films[: users.size]
@@ -172,12 +196,16 @@ class FleetFeed:
                 keys=keys,
                 golden=golden,
                 golden_tolerance=GOLDEN_TOLERANCES[self._feed.dtype],
-                metadata={"ratings": str(learned), "dense_step": str(dense.step)},
+                metadata={"training": self._training.training_id, "ratings": str(learned)},
                 delta_base=delta_base,
                 last_delta=last_delta,
             )
 
         return await asyncio.to_thread(write)
+
+    async def _pulled(self, table: int, ids: Int64Array) -> Float32Array:
+        parts = [ids[start : start + PULLED_IDS] for start in range(0, ids.size, PULLED_IDS)]
+        return np.concatenate([(await self._servers.pull({table: part}))[table] for part in parts])
 
     async def _dense(self) -> DenseWeights:
         """Return the dense weights as they are: the servers', or worker 0's, which wrote them a while ago."""
@@ -185,15 +213,12 @@ class FleetFeed:
         dense = DenseWeights(self._spec, config.seed, config.row_optimizer)
         if config.dense_by == "server":
             table = self._tables[DENSE]
-            dense.step = self._learned_step()
-            dense.rows[:] = (await self._servers.pull({table: np.arange(dense.rows.shape[0])}))[table]
+            dense.step = await self._servers.last_step()
+            dense.rows[:] = await self._pulled(table, np.arange(dense.rows.shape[0]))
         else:
             with suppress(FileNotFoundError):
                 dense.restore(await asyncio.to_thread(load_file, dense_file(config.folder)))
         return dense
-
-    def _learned_step(self) -> int:
-        return max((status.step for status in self._training.statuses()), default=0)
 
     async def _publish_dense(self, fleet: FleetRegistry) -> None:
         dense, live = await self._dense(), await self._live(fleet)
@@ -221,10 +246,11 @@ async def train_online(
     """
     await asyncio.to_thread(config.folder.mkdir, parents=True, exist_ok=True)
     stream = RatingStream(config.folder / "stream")
-    if not len(stream):
-        stream.append(ratings)
+    if not stream.is_complete and len(stream) <= ratings.size:
+        # One that was killed while it wrote the stream has left it without an end.
+        stream.append(ratings[len(stream) :])
         stream.end()
-    elif len(stream) != ratings.size:
+    if len(stream) != ratings.size:
         raise TrainingError(f"{config.folder}: its stream has {len(stream)} ratings, {ratings.size} are given")
     settings = {"publish_registry": feed.registry, "publish_rows_s": feed.publish_rows_s}
     async with running_training(config, settings, lambda name: say(f"{name} is ready")) as training:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -41,6 +42,7 @@ from shard_node.wire.address import Address
 
 POLL_S: Final = 0.1
 MAX_RESTARTS: Final = 50
+_NOT_KEPT: Final = {"folder", "worker_timeout_s", "write_dense_s", "delays_s", "log_dir", "over_tcp"}
 VERSION: Final = 1
 FIRST_KEY: Final = 0
 """A version has to have a key; this one's rows are those that any key begins with."""
@@ -71,10 +73,10 @@ class OnlineReport(Frozen):
 
 def prepare(config: OnlineConfig) -> None:
     """Make the folder, with the version to begin with, or check that it is this training's. Raises TrainingError."""
-    kept = config.model_dump(mode="json", exclude={"folder", "write_dense_s", "delays_s", "log_dir", "over_tcp"})
+    kept = config.model_dump(mode="json", exclude=_NOT_KEPT)
     file = config.folder / "online.json"
     if file.exists():
-        there = json.loads(file.read_text(encoding="utf-8"))
+        there = _kept_of(config.folder)
         if differing := sorted(name for name in kept if there.get(name) != kept[name]):
             given = {name: (there.get(name), kept[name]) for name in differing}
             raise TrainingError(f"{config.folder}: is of another training; there, and now: {given}")
@@ -92,7 +94,12 @@ def prepare(config: OnlineConfig) -> None:
         keys={name: np.array([FIRST_KEY]) for name in (USERS, FILMS)},
         version=VERSION,
     )
-    file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    file.write_text(json.dumps({"training": secrets.token_hex(8)} | kept, indent=2) + "\n", encoding="utf-8")
+
+
+def _kept_of(folder: Path) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((folder / "online.json").read_text(encoding="utf-8"))
+    return kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +113,11 @@ class OnlineTraining:
     supervisor: Supervisor
     addresses: tuple[str, ...]
     stream: RatingStream
+
+    @property
+    def training_id(self) -> str:
+        """What versions of this training have in their metadata, as `training`."""
+        return str(_kept_of(self.config.folder)["training"])
 
     def statuses(self) -> list[WorkerStatus]:
         """Return what workers reported last."""

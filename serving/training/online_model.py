@@ -129,7 +129,7 @@ class DenseWeights:
 
 
 class OnlineConfig(Frozen):
-    """What is trained, and how. All of it belongs to the folder, but for the last four.
+    """What is trained, and how. All of it belongs to the folder, but for `worker_timeout_s` and the last four.
 
     Attributes:
         batch: ratings that a worker reads for a step.

@@ -19,11 +19,12 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ from shard_node.bags import Float32Array, Int64Array, TableLayout
 from shard_node.errors import PushRefusedError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 GROUP_TIMEOUT_S: Final = 30.0
 WATCH_S: Final = 0.1
@@ -117,7 +119,7 @@ class WorkerGroup:
         before, and their dense part goes without an update that nobody has made.
         """
         while True:
-            with suppress(_GroupChangedError, RuntimeError):
+            try:
                 self._begin()
                 gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(self._workers)]
                 distributed.all_gather(gathered, torch.tensor([dense.step, step - 1]))
@@ -127,8 +129,12 @@ class WorkerGroup:
                     distributed.broadcast(torch.from_numpy(array), source)
                 dense.step = int(steps.max())
                 return
+            except RuntimeError as error:
+                logger.warning("no group is made: %s", str(error).splitlines()[0])
+            except _GroupChangedError:
+                pass
             time.sleep(WATCH_S)
-            self._end()
+            self.end()
 
     def _begin(self) -> None:
         if distributed.is_initialized():
@@ -154,7 +160,7 @@ class WorkerGroup:
     def _current(self) -> int:
         return int(self._store.get(GENERATION))
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Begin the next generation, unless another worker has."""
         self._store.compare_set(GENERATION, str(self._generation), str(self._generation + 1))
 
@@ -164,17 +170,17 @@ class WorkerGroup:
             distributed.all_reduce(torch.from_numpy(gradients))
         except RuntimeError as error:
             logger.warning("a worker is gone: the group begins anew (%s)", str(error).splitlines()[0])
-            self._end()
+            self.end()
             raise _GroupChangedError from error
 
-    async def unless_changed(self, work: Awaitable[None]) -> None:
-        """Wait for work to end; raise _GroupChangedError, and end it, where the group begins anew meanwhile."""
+    async def unless_changed(self, work: Awaitable[T]) -> T:
+        """Wait for work, and return what it does; end it, and raise _GroupChangedError, where the group is another."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=WATCH_S))[0]:
                 if self._current() != self._generation:
                     raise _GroupChangedError
-            task.result()
+            return task.result()
         finally:
             task.cancel()
 
@@ -192,7 +198,8 @@ class OnlineWorker:
         self._servers = ParameterServers(config.servers, spec, config.version, config.worker, training.init_scale)
         self._group: WorkerGroup | None = None
         self._steps = self._reduced_bytes = 0
-        self._step_done, self._loss, self._started_at, self._wrote_at = 0, 0.0, 0.0, 0.0
+        self._step_done, self._step_written = 0, -1
+        self._loss, self._started_at, self._wrote_at = 0.0, 0.0, 0.0
         # Of the last steps: the first rating's position, and the scores before they were learned.
         self._scores = deque[tuple[int, Float32Array]](maxlen=max(1, MAX_SCORES // training.batch))
 
@@ -210,20 +217,33 @@ class OnlineWorker:
             await self._read(step)
         finally:
             reporting.cancel()
-        await self._write_dense(is_due=True)
         if self._scores:
             positions = [np.arange(first, first + scores.size) for first, scores in self._scores]
             scores = np.concatenate([scores for _, scores in self._scores])
             file = status_file(config.folder, self._worker).with_suffix(".safetensors")
             save_file({"positions": np.concatenate(positions), "scores": scores}, file)
         self._report(is_done=True)
-        await asyncio.Event().wait()
+        await self._in_group(asyncio.Event().wait, self._step_done + 1)
+
+    async def _in_group(self, work: Callable[[], Awaitable[T]], step: int) -> T:
+        """Wait for what is no step, ready to make a group anew for another worker."""
+        while self._group is not None:
+            try:
+                return await self._group.unless_changed(work())
+            except _GroupChangedError:
+                await asyncio.to_thread(self._group.join, self._dense, step)
+        return await work()
 
     async def _read(self, step: int) -> None:
         """Train from a step to the stream's end."""
-        config = self._config
+        config, group = self._config, self._group
         first, per_step = self._worker * config.batch, config.workers * config.batch
-        while (ratings := await self._stream.read((step - 1) * per_step, per_step)) is not None:
+        while True:
+            if len(self._stream) < step * per_step:
+                await self._write_dense(is_due=True)
+            ratings = await self._in_group(partial(self._stream.read, (step - 1) * per_step, per_step), step)
+            if ratings is None:
+                break
             try:
                 await self._step(step, ratings[first : first + config.batch], (step - 1) * per_step + first)
             except PushRefusedError as error:
@@ -231,6 +251,10 @@ class OnlineWorker:
                     raise
                 logger.warning("step %d: %s", step, error)
                 step = await self._servers.resume_step()
+                if group is not None:
+                    # Others have gone on, by gradients that are not in this copy.
+                    group.end()
+                    await asyncio.to_thread(group.join, self._dense, step)
             else:
                 self._step_done = step
                 await self._write_dense()
@@ -294,12 +318,12 @@ class OnlineWorker:
     async def _write_dense(self, *, is_due: bool = False) -> None:
         config = self._config
         is_due = is_due or time.monotonic() - self._wrote_at >= config.write_dense_s
-        if self._worker or self._group is None or not is_due:
+        if self._worker or self._group is None or self._step_done == self._step_written or not is_due:
             return
         path = dense_file(config.folder)
         save_file(self._dense.saved(self._step_done), temporary := path.with_suffix(".new"))
         rename(temporary, path)
-        self._wrote_at = time.monotonic()
+        self._wrote_at, self._step_written = time.monotonic(), self._step_done
 
     def _report(self, *, is_done: bool = False) -> None:
         ratings = self._steps * self._config.batch

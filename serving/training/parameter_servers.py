@@ -36,11 +36,10 @@ RETRY_S: Final = 0.1
 
 @dataclass(slots=True, eq=False)
 class Traffic:
-    """Bytes between a worker and one server: numbers of rows and of gradients alone, and the steps pushed."""
+    """Bytes between a worker and one server: numbers of rows and of gradients alone."""
 
     pulled_bytes: int = 0
     pushed_bytes: int = 0
-    steps: int = 0
 
 
 class ParameterServers:
@@ -93,7 +92,6 @@ class ParameterServers:
         async def push_to(shard: int, at: dict[int, Int64Array]) -> None:
             some = {table: (gradients[table][0][chosen], gradients[table][1][chosen]) for table, chosen in at.items()}
             await self._push_to(self._clients[shard], Push(self._worker, step, some))
-            self.traffic[shard].steps += 1
             self.traffic[shard].pushed_bytes += sum(values.nbytes for _, values in some.values())
 
         divided = self._divided({table: ids for table, (ids, _) in gradients.items()})
@@ -126,6 +124,11 @@ class ParameterServers:
             if not all(is_active) and await self._left_out(due, is_active):
                 return max(due)
             await self._sleep(RETRY_S)
+
+    async def last_step(self) -> int:
+        """Return the highest step that any worker has pushed to any server."""
+        infos = await asyncio.gather(*(self._until_answered(client.info) for client in self._clients))
+        return max(step for info in infos for step in (info.training.steps if info.training is not None else (0,)))
 
     async def _left_out(self, due: list[int], is_active: list[bool]) -> bool:
         """Push steps without gradients where others wait for them, up to the highest due; False if one is not."""

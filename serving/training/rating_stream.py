@@ -67,13 +67,19 @@ class RatingStream:
         self._path, self._end, self._sleep = path, path.with_name(f"{path.name}.end"), sleep
 
     def append(self, ratings: Ratings) -> None:
-        """Append ratings, which readers see from then on."""
+        """Append ratings, which readers see from then on; a record that somebody did not end goes."""
         with self._path.open("ab") as file:
+            file.truncate(len(self) * RATING.itemsize)
             file.write(ratings.astype(RATING, copy=False).tobytes())
 
     def end(self) -> None:
         """Mark the stream as complete."""
         self._end.touch()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more ratings come."""
+        return self._end.exists()
 
     def __len__(self) -> int:
         """Count the ratings that are there by now."""
@@ -83,7 +89,7 @@ class RatingStream:
         """Return `count` ratings from a position on, once they are there; None if the stream ends before."""
         while len(self) < begin + count:
             # What was appended before the end was marked is seen after the mark.
-            if self._end.exists() and len(self) < begin + count:
+            if self.is_complete and len(self) < begin + count:
                 return None
             await self._sleep(POLL_S)
         return self.read_now(begin, count)

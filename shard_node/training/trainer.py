@@ -206,8 +206,9 @@ class Trainer:
         for done in released:
             _call(partial(done, self._clocks.slowest))
         while self._changes:
-            changes, everything = self._changes.popleft()
+            changes, everything = self._changes[0]
             changes.set_result(self._rows.pop_changed(everything=everything))
+            self._changes.popleft()
         # As many bytes of log as the last checkpoint has are worth another one.
         if self._log.size_bytes >= max(self._config.checkpoint_bytes, self._log.checkpoint_bytes) and not self._pending:
             self._log.replace(self._tensors())

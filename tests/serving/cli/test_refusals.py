@@ -29,6 +29,7 @@ REFUSALS = [
     ("train --store s --ratings {model}/manifest.json", USAGE, "--ratings: a file only with --online"),
     ("train --store s --ratings nowhere.csv", USAGE, "'nowhere.csv' is neither a number nor a file."),
     ("train --store s --online", USAGE, "--online needs --folder."),
+    ("train --store s --online --folder f --kind dlrm", USAGE, "--kind: not with --online"),
     ("train --store s --online --folder f --consistency ssp", USAGE, "'ssp' is none of bsp, ssp:N"),
     ("train --store s --online --folder f --consistency asp --dense allreduce", USAGE, "waits for all workers in each"),
     ("train --store s --online --folder f --ratings {model}/manifest.json", ERROR, "the first line is '{'"),

@@ -67,12 +67,6 @@ async def trained(
         return report, rows, rows.pop(DENSE)
 
 
-def assert_same(reference: Reference, config: OnlineConfig, rows: dict[str, np.ndarray], dense: np.ndarray) -> None:
-    np.testing.assert_allclose(dense, reference.dense.rows, atol=2e-4)
-    for name, values in rows.items():
-        np.testing.assert_allclose(values, reference.rows[name], atol=2e-4)
-
-
 @pytest.mark.parametrize("dense", ["allreduce", pytest.param("server", marks=pytest.mark.nightly)])
 async def test_servers_and_workers_that_are_killed_leave_what_one_process_computes(tmp_path: Path, dense):
     ratings = read_ratings(None, 4000, 0)
@@ -126,7 +120,7 @@ async def test_a_worker_that_stops_holds_up_others_as_far_as_the_consistency_say
         pid = training.supervisor.children["worker-1"].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        training.stream.append(ratings[(20 + 4) * 16 : -16])
+        training.stream.append(ratings[20 * 16 : -16])
         await asyncio.sleep(1.5)
         before = training.statuses()
         await asyncio.sleep(1.0)
@@ -139,7 +133,7 @@ async def test_a_worker_that_stops_holds_up_others_as_far_as_the_consistency_say
     # What is appended next begins behind what was appended above.
     config.folder.mkdir()
     async with running_training(config) as training:
-        training.stream.append(ratings[: 24 * 16])
+        training.stream.append(ratings[: 20 * 16])
         async with asyncio.timeout(60):
             await until(lambda: min(status.step for status in training.statuses()) >= 20, 0.02)
             await stop_a_worker(training)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from loader.deltas.blocking_publisher import DeltaPublisher
-from loader.errors import ConfigError
+from loader.deltas.chain import FORMAT
+from loader.registry.fleet import FleetRegistry, NodeRecord
+from loader.registry.registry import Registry
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.engine.cpu import CpuEngine
@@ -23,7 +25,8 @@ from shard_node.wire import messages
 from shardrank_testing.deltas import MODEL, published_rows
 from shardrank_testing.nodes import received
 from shardrank_testing.processes import wait_until
-from shardrank_testing.registered_fleet import publish
+from shardrank_testing.registered_fleet import change_wanted, publish
+from shardrank_testing.registries import with_open
 from shardrank_testing.snapshots import model_of, table_of, write_snapshot
 
 SPEC = model_of([table_of("films", 40, 8, dtype="fp32"), table_of("words", 50, 4, dtype="fp32", keys="int64")], MODEL)
@@ -60,10 +63,10 @@ def push(trainer: Trainer, step: int, **ids: list[int]) -> None:
 
 def test_each_changed_row_is_published_as_it_is_when_the_time_has_come(snapshot, tmp_path):
     registry, trainer = tmp_path / "registry", trainer_of(snapshot, tmp_path / "log")
-    publish(registry, snapshot.path)
+    make_live(registry, snapshot.path)
     push(trainer, 1, films=[3, 5], words=[7])
     push(trainer, 2, films=[5], words=[1])
-    publisher = RowPublisher(trainer, lambda: DeltaPublisher(registry, MODEL, 1), NEVER_S)
+    publisher = RowPublisher(trainer, str(registry), MODEL, SPEC.tables, NEVER_S)
     publisher.close()
     published = published_rows(registry, ["films", "words"])
     assert {name: sorted(rows) for name, rows in published.items()} == {"films": [3, 5], "words": [1, 7]}
@@ -80,20 +83,13 @@ def test_each_changed_row_is_published_as_it_is_when_the_time_has_come(snapshot,
         again.pop_changed()
 
 
-def test_rows_wait_for_a_fleet_that_is_not_there_yet(snapshot, tmp_path):
-    registry, trainer, is_there = tmp_path / "registry", trainer_of(snapshot, tmp_path / "log"), False
-
-    def connect() -> DeltaPublisher:
-        if not is_there:
-            raise ConfigError("no version is live")
-        return DeltaPublisher(registry, MODEL, 1)
-
-    publisher = RowPublisher(trainer, connect, SOON_S)
+def test_rows_wait_for_a_fleet_that_is_not_there_yet(snapshot, tmp_path, caplog):
+    registry, trainer = tmp_path / "registry", trainer_of(snapshot, tmp_path / "log")
+    publisher = RowPublisher(trainer, str(registry), MODEL, SPEC.tables, SOON_S)
     push(trainer, 1, films=[1, 2])
-    wait_until(lambda: bool(publisher._waiting), "rows that wait")
+    wait_until(lambda: f"no version of {MODEL!r} is live" in caplog.text, "a warning")
     push(trainer, 2, films=[2])
-    publish(registry, snapshot.path)
-    is_there = True
+    make_live(registry, snapshot.path)
     wait_until(lambda: sorted(published_rows(registry, ["films"])["films"]) == [1, 2], "the rows")
     publisher.close()
     trainer.close()
@@ -102,11 +98,24 @@ def test_rows_wait_for_a_fleet_that_is_not_there_yet(snapshot, tmp_path):
     assert (row[1], row[2]) == (pytest.approx(before[1] - 1), pytest.approx(before[2] - 2))
 
 
+def test_a_version_whose_tables_are_others_gets_no_rows(snapshot, tmp_path, caplog):
+    registry, trainer = tmp_path / "registry", trainer_of(snapshot, tmp_path / "log")
+    other = model_of([table_of("films", 40, 4, dtype="fp32")], MODEL)
+    make_live(registry, write_snapshot(tmp_path / "other", other)[0])
+    push(trainer, 1, films=[1])
+    publisher = RowPublisher(trainer, str(registry), MODEL, SPEC.tables, SOON_S)
+    says = r"table 'films' of 'fresh' version 1: \(keys, rows, columns\) are \(None, 40, 4\), .* have \(None, 40, 8\)"
+    wait_until(lambda: re.search(says, caplog.text) is not None, "a warning")
+    publisher.close()
+    trainer.close()
+    assert published_rows(registry, ["films"])["films"] == {}
+
+
 def test_all_that_was_trained_is_published_again_where_the_registry_has_lost_some(snapshot, tmp_path):
     """As after a registry was put back from a copy of an earlier moment."""
     registry, copy, trainer = tmp_path / "registry", tmp_path / "copy", trainer_of(snapshot, tmp_path / "log")
-    publish(registry, snapshot.path)
-    publisher = RowPublisher(trainer, lambda: DeltaPublisher(registry, MODEL, 1), SOON_S)
+    make_live(registry, snapshot.path)
+    publisher = RowPublisher(trainer, str(registry), MODEL, SPEC.tables, SOON_S)
 
     def until(rows: list[int]) -> None:
         wait_until(lambda: sorted(published_rows(registry, ["films"])["films"]) == rows, f"rows {rows}")
@@ -122,6 +131,19 @@ def test_all_that_was_trained_is_published_again_where_the_registry_has_lost_som
     until([1, 2, 3])
     publisher.close()
     trainer.close()
+
+
+def make_live(registry: Path, path: Path) -> None:
+    """Put a version on record and have it live, read by a process of this release."""
+    publish(registry, path)
+    node = NodeRecord(node_id="serve-0", kind="serving", process_id=1, address="a:1", delta_format=FORMAT)
+
+    async def work(opened: Registry) -> None:
+        fleet = FleetRegistry(opened)
+        await fleet.announce_node(node, 60)
+        await change_wanted(fleet, MODEL, live=1)
+
+    with_open(str(registry), work)
 
 
 def snapshot_rows(snapshot: Snapshot) -> np.ndarray:
