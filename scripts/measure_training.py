@@ -402,7 +402,8 @@ async def fresher(folder: Path, ratings: Ratings, seed: int, days: int) -> dict[
         seconds = np.percentile(live.seconds_to_score, (50, 99)).tolist()
         return {
             "scored": live.scored, "auc": {model: live.auc(model) for model in models}, "errors": live.errors[:5],
-            "daily_versions": versions, "seconds_to_score": seconds, "new_users": len(live.seconds_to_score), "unseen": live.unseen,
+            "daily_versions": versions, "seconds_to_score": seconds, "new_users": len(live.seconds_to_score),
+            "unseen": live.unseen,
         }  # fmt: skip
 
 

@@ -32,7 +32,14 @@ from loader.snapshot.tables import Frozen, RowDtype
 from loader.snapshot.writer import export_snapshot
 from loader.stores import open_store
 from serving.training.dataset import TrainingError
-from serving.training.online import FIRST_KEY, OnlineReport, OnlineTraining, running_training
+from serving.training.online import (
+    FIRST_KEY,
+    OnlineReport,
+    OnlineTraining,
+    prepare,
+    running_training,
+    training_id,
+)
 from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig, ratings_spec
 from serving.training.online_worker import dense_file
 from serving.training.parameter_servers import ParameterServers
@@ -84,18 +91,10 @@ class FleetFeed:
     async def begin(self) -> None:
         """Publish a version to begin with, unless one is live.
 
-        Where nodes run it is rolled out; a fleet that starts later takes it as its newest. Raises TrainingError where
-        a version of another training is live: its rows are not these.
+        Where nodes run it is rolled out; a fleet that starts later takes it as its newest.
         """
-        if self._fleet is None:
-            return
-        if (live := await self._live(self._fleet)) is None:
+        if self._fleet is not None and await live_version(self._fleet, self._training.config.model) is None:
             await self.snapshot()
-            return
-        model = self._training.config.model
-        stored = await asyncio.to_thread(open_store(self._feed.store).manifest, model, live)
-        if stored is None or stored[0].metadata.get("training") != self._training.training_id:
-            raise TrainingError(f"version {live} of {model!r} is live, and of another training: name another --model")
 
     async def until_learned(self, step: int) -> None:
         """Wait until all workers have done a step, and dense weights with it can be read."""
@@ -103,10 +102,6 @@ class FleetFeed:
             await asyncio.sleep(POLL_S)
         while (await self._dense()).step < step:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
-
-    async def _live(self, fleet: FleetRegistry) -> int | None:
-        desired = await fleet.wanted_model(self._training.config.model)
-        return None if desired is None else desired.live
 
     async def run(self, ending: asyncio.Event) -> None:
         """Publish dense weights and versions until it is to end. What fails is logged, and tried again."""
@@ -137,7 +132,8 @@ class FleetFeed:
         """
         if (fleet := self._fleet) is None:
             return await self.export()
-        model, feed, live = self._training.config.model, self._feed, await self._live(fleet)
+        model, feed = self._training.config.model, self._feed
+        live = await live_version(fleet, model)
         record = None if live is None else await fleet.version(model, live)
         # Rows that are pulled from now on have what these deltas have, and those that come later are applied over them.
         end = None if record is None else await stream_end(fleet, model, record.delta_base)
@@ -196,7 +192,7 @@ class FleetFeed:
                 keys=keys,
                 golden=golden,
                 golden_tolerance=GOLDEN_TOLERANCES[self._feed.dtype],
-                metadata={"training": self._training.training_id, "ratings": str(learned)},
+                metadata={"training": training_id(config.folder), "ratings": str(learned)},
                 delta_base=delta_base,
                 last_delta=last_delta,
             )
@@ -221,10 +217,11 @@ class FleetFeed:
         return dense
 
     async def _publish_dense(self, fleet: FleetRegistry) -> None:
-        dense, live = await self._dense(), await self._live(fleet)
+        model = self._training.config.model
+        dense, live = await self._dense(), await live_version(fleet, model)
         if dense.step <= self._published_step or live is None:
             return
-        publisher = AsyncDeltaPublisher(fleet.registry, self._training.config.model, live, self._feed.store)
+        publisher = AsyncDeltaPublisher(fleet.registry, model, live, self._feed.store)
         # Of what is trained from nothing, the first steps change scores by more than those of a trained model.
         await publisher.publish_dense(dense.step, dense.tensors(), max_drift=1.0)
         self._published_step = dense.step
@@ -236,13 +233,34 @@ class FleetFeed:
             await self._fleet.registry.close()
 
 
+async def live_version(fleet: FleetRegistry, model: str) -> int | None:
+    """Return the version of a model that is live."""
+    desired = await fleet.wanted_model(model)
+    return None if desired is None else desired.live
+
+
+async def check_live(config: OnlineConfig, feed: FeedConfig) -> None:
+    """Raise TrainingError where a version of another training is live, whose rows are not these."""
+    if feed.registry is None:
+        return
+    fleet = FleetRegistry(open_registry(feed.registry))
+    live = await live_version(fleet, config.model)
+    await fleet.registry.close()
+    if live is not None:
+        stored = await asyncio.to_thread(open_store(feed.store).manifest, config.model, live)
+        if stored is None or stored[0].metadata.get("training") != training_id(config.folder):
+            raise TrainingError(
+                f"version {live} of {config.model!r} is live, and of another training: name another --model"
+            )
+
+
 async def train_online(
     config: OnlineConfig, feed: FeedConfig, ratings: Ratings, say: Callable[[str], None]
 ) -> tuple[OnlineReport, Path]:
     """Train on ratings in order of time, feed a fleet meanwhile, and write a version at the end; return its folder.
 
     `say` gets a line for each process that is ready. Raises TrainingError for a folder of other ratings, and as
-    `running_training` and `FleetFeed.snapshot`.
+    `check_live`, `running_training` and `FleetFeed.snapshot`.
     """
     await asyncio.to_thread(config.folder.mkdir, parents=True, exist_ok=True)
     stream = RatingStream(config.folder / "stream")
@@ -252,6 +270,8 @@ async def train_online(
         stream.end()
     if len(stream) != ratings.size:
         raise TrainingError(f"{config.folder}: its stream has {len(stream)} ratings, {ratings.size} are given")
+    await asyncio.to_thread(prepare, config)
+    await check_live(config, feed)
     settings = {"publish_registry": feed.registry, "publish_rows_s": feed.publish_rows_s}
     async with running_training(config, settings, lambda name: say(f"{name} is ready")) as training:
         feeding = FleetFeed(training, feed)

@@ -97,6 +97,11 @@ def prepare(config: OnlineConfig) -> None:
     file.write_text(json.dumps({"training": secrets.token_hex(8)} | kept, indent=2) + "\n", encoding="utf-8")
 
 
+def training_id(folder: Path) -> str:
+    """Return what versions of a folder's training have in their metadata, as `training`."""
+    return str(_kept_of(folder)["training"])
+
+
 def _kept_of(folder: Path) -> dict[str, Any]:
     kept: dict[str, Any] = json.loads((folder / "online.json").read_text(encoding="utf-8"))
     return kept
@@ -113,11 +118,6 @@ class OnlineTraining:
     supervisor: Supervisor
     addresses: tuple[str, ...]
     stream: RatingStream
-
-    @property
-    def training_id(self) -> str:
-        """What versions of this training have in their metadata, as `training`."""
-        return str(_kept_of(self.config.folder)["training"])
 
     def statuses(self) -> list[WorkerStatus]:
         """Return what workers reported last."""

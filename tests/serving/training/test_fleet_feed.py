@@ -65,6 +65,9 @@ async def test_versions_rows_and_dense_weights_are_published(tmp_path: Path):
     await opened.registry.close()
     with pytest.raises(TrainingError, match="its stream has 1500 ratings, 1400 are given"):
         await train_online(config, feed, ratings[:1400], told.append)
+    elsewhere = config.model_copy(update={"folder": tmp_path / "other"})
+    with pytest.raises(TrainingError, match="version 1 of 'fresh' is live, and of another training"):
+        await train_online(elsewhere, feed, ratings, told.append)
 
 
 @pytest.mark.nightly
