@@ -167,7 +167,11 @@ async def test_a_delta_beyond_the_capacity_changes_nothing(tmp_path, topology):
 
 @pytest.mark.parametrize(
     "topology",
-    [Topology(), *(Topology(cards=3, on=OnCards(3, "every tier", kind)) for kind in ("emulated", "as late as can be"))],
+    [
+        pytest.param(Topology(), marks=pytest.mark.nightly),
+        pytest.param(Topology(cards=3, on=OnCards(3, "every tier", "emulated")), marks=pytest.mark.nightly),
+        Topology(cards=3, on=OnCards(3, "every tier", "as late as can be")),
+    ],
     ids=str,
 )
 async def test_a_row_that_another_key_gets_is_never_read_for_the_one_before(tmp_path, topology, request):

@@ -43,7 +43,8 @@ async def serving(folder: Path, version: int = 1) -> AsyncIterator[Server]:
         await asyncio.to_thread(service.close)
 
 
-@pytest.mark.parametrize("version", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", [1, 2])
 async def test_right_answers_over_all_apis(tmp_path: Path, version: int):
     file = tmp_path / "answers.npy"
     async with serving(tmp_path, version) as server, running_load(SMALL, server, file) as load:

@@ -61,6 +61,7 @@ def test_pooling_is_measured_at_every_size(kind, results):
     assert bare["ceiling_gb_per_s"] == pytest.approx(160 * 32 / bare["ceiling_us"] / 1e3)
 
 
+@pytest.mark.nightly
 @with_cards
 def test_requests_are_ranked_as_the_cpu_engine_ranks_them(kind, results):
     with results.part("ranking"):

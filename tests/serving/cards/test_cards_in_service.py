@@ -143,6 +143,7 @@ def test_only_a_batch_without_room_on_the_card_is_refused(shop):
         in_the_way.free()
 
 
+@pytest.mark.nightly
 async def test_versions_are_swapped_and_deltas_applied_on_cards(versions, store, folder):
     """While requests are answered; what goes leaves no memory behind."""
     cards = EmulatedCards(2)

@@ -110,7 +110,7 @@ async def training(versions, store, folder) -> AsyncIterator[Training]:
         yield training
 
 
-@pytest.mark.parametrize("replicas", [2, 0])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.nightly), 0])
 async def test_answers_have_one_step_and_its_deltas(versions, store, folder, replicas):
     """Rows of two shards may be of two states, both new enough; those of one shard, as here, are of one."""
     states = range(NUM_STATES)
