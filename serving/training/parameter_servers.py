@@ -121,7 +121,7 @@ class ParameterServers:
                 is_active.append(info.training.is_active[self._worker])
             if all(is_active) and max(due) - min(due) <= 1:
                 return min(due)
-            if not all(is_active) and await self._left_out(due, is_active):
+            if not all(is_active) and await self._push_skipped(due, is_active):
                 return max(due)
             await self._sleep(RETRY_S)
 
@@ -130,7 +130,7 @@ class ParameterServers:
         infos = await asyncio.gather(*(self._until_answered(client.info) for client in self._clients))
         return max(step for info in infos for step in (info.training.steps if info.training is not None else (0,)))
 
-    async def _left_out(self, due: list[int], is_active: list[bool]) -> bool:
+    async def _push_skipped(self, due: list[int], is_active: list[bool]) -> bool:
         """Push steps without gradients where others wait for them, up to the highest due; False if one is not."""
         for client, first, is_due in zip(self._clients, due, is_active, strict=True):
             for step in range(first, max(due) if is_due else first):

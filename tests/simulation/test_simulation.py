@@ -31,6 +31,7 @@ def test_every_rule_holds_on_the_seeds_of_the_day():
     assert int(ran.stdout.split()[0]) >= 8
 
 
+@pytest.mark.nightly
 def test_a_seed_is_replayed_exactly():
     ran = simulate("--seeds 1 --first 11 --twice --shrink-s 0")
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]

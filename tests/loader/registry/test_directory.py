@@ -166,6 +166,7 @@ async def use_after(registry):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_a_kill_before_any_file_call_leaves_a_step_done_or_not(tmp_path):
     for fatal_call in itertools.count(1):
         path = tmp_path / str(fatal_call)

@@ -166,6 +166,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.nightly
 async def test_a_killed_publisher_leaves_no_version_for_the_next(shop: Shop) -> None:
     folder, _ = write_snapshot(shop.folder, make_spec())
     work = shop.store / "films" / ".export-1" / "snapshot"

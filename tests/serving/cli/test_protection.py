@@ -83,7 +83,7 @@ def test_nodes_are_reached_over_mutual_tls_with_a_valid_certificate_only(
 
 
 @needs_openssl
-@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize("command", ["serve", pytest.param("up", marks=pytest.mark.nightly)])
 def test_every_port_needs_a_certificate_and_a_token(
     store: Path, ca: Authority, node: Pair, router: Pair, tmp_path: Path, command: str
 ) -> None:

@@ -196,6 +196,7 @@ def test_a_process_with_rows_is_rolled_out_to_and_leaves_on_sigterm(
         assert nodes(registry) == {}
 
 
+@pytest.mark.nightly
 def test_workers_are_nodes(versions: dict[int, ApiModel], store: Path, registry: Path) -> None:
     publish(registry, versions[1].path)
     want(registry, MODEL, live=1, hold=(1,), serve=(1,))

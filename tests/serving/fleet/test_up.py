@@ -255,6 +255,7 @@ def test_logs_are_kept_in_json_with_a_line_for_each_request(other_store: Path, t
     ]
 
 
+@pytest.mark.nightly
 def test_one_of_two_replicas_may_die(other_store: Path) -> None:
     """A node does not come back with damaged files; with both replicas gone there is no answer."""
     shape = ("--shards", "1", "--replicas", "2", "--replicate-bytes", "0")
@@ -311,6 +312,7 @@ def test_serve_alone_has_the_rows_and_obeys_its_limits(other_store: Path, tmp_pa
         assert program.stop(signal.SIGINT) == 0
 
 
+@pytest.mark.nightly
 def test_processes_take_the_newest_version_that_passes_and_models_that_come_later(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store / "films" / "1", tmp_path / "store" / "films" / "1")
     shutil.copytree(store / "films" / "1", tmp_path / "store" / "films" / "2")

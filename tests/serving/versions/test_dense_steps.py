@@ -321,6 +321,7 @@ async def test_a_step_that_drifts_too_far_is_refused_by_name(training):
     assert 'shardrank_dense_steps_refused_total{model="films",version="1"} 1.0' in metrics
 
 
+@pytest.mark.nightly
 async def test_a_rollback_brings_the_step_of_its_version_back(versions, store, folder):
     """Over Redis; the version is gone from the process in between, and is loaded anew."""
     with registry_of("redis", folder) as url:

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from loader.deltas.publisher import AsyncDeltaPublisher
 from loader.registry import open_registry
@@ -17,6 +18,7 @@ from shardrank_testing.s3_server import Bucket
 from shardrank_testing.serving_api import MODEL, ApiModel, api_request, running_api
 
 
+@pytest.mark.nightly
 async def test_versions_of_a_store_at_a_url_are_swapped(
     versions: dict[int, ApiModel], folder: Path, bucket: Bucket, tmp_path: Path
 ) -> None:

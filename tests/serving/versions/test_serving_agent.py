@@ -243,9 +243,8 @@ async def ended_rollout(fleet: FleetRegistry) -> Rollout:
     return on_record.rollout
 
 
-@pytest.mark.parametrize(
-    ("late_node", "comes_back"), [("shard-0-1", False), pytest.param("serve-0", True, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("late_node", "comes_back"), [("shard-0-1", False), ("serve-0", True)])
 async def test_a_folder_that_one_node_does_not_see_holds_a_rollout_up(
     versions, store, folder, tmp_path, late_node, comes_back
 ):
