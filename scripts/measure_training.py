@@ -13,7 +13,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -45,8 +44,8 @@ from serving.fleet.local_fleet import running_fleet
 from serving.models.ranking_models import build_model
 from serving.online_demo import FRESH, FROZEN, LiveScores, replay
 from serving.training.fleet_feed import FeedConfig, FleetFeed
-from serving.training.online import OnlineTraining, running_training
-from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig
+from serving.training.online import OnlineTraining, free_port, running_training
+from serving.training.online_model import DENSE, FIELDS, FILMS, USERS, DenseWeights, OnlineConfig
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream, labels_of, read_ratings
 from serving.training.trainer import auc
@@ -62,13 +61,6 @@ def loopback_bytes() -> int:
     """Return what the loopback interface has received."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.partition(":")[2].split()[0])
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def spec_of(rows: int) -> ModelSpec:
@@ -203,14 +195,14 @@ def _everything(rank: int, workers: int, port: int, config: OnlineConfig, rating
     group(rank, workers, port)
     optimizer, size = config.row_optimizer, workers * config.batch
     dense = DenseWeights(config.spec, config.seed, optimizer)
-    keys = {name: np.unique(ratings[field]) for name, field in ((USERS, "user"), (FILMS, "film"))}
+    keys = {name: np.unique(ratings[field]) for name, field in FIELDS.items()}
     rows = {name: initial_rows(of, config.dim, config.init_scale) for name, of in keys.items()}
     state = {name: np.zeros((of.size, optimizer.state_width(config.dim)), np.float32) for name, of in keys.items()}
     distributed.barrier()
     before, started_at, losses = loopback_bytes(), time.monotonic(), []
     for step in range(1, ratings.size // size + 1):
         batch = ratings[(step - 1) * size + rank * config.batch :][: config.batch]
-        index = {name: np.searchsorted(keys[name], batch[field]) for name, field in ((USERS, "user"), (FILMS, "film"))}
+        index = {name: np.searchsorted(keys[name], batch[field]) for name, field in FIELDS.items()}
         result = dense.learn({name: of.copy() for name, of in rows.items()}, index, labels_of(batch), 1 / size)
         losses.append(result.loss / batch.size)
         for name, gradients in result.gradients.items():
@@ -238,7 +230,7 @@ async def held_out_auc(training: OnlineTraining, held_out: Ratings) -> float:
     servers = ParameterServers(training.addresses, config.trained_spec, 1, 0, config.init_scale)
     tables, dense = TableLayout.of(config.trained_spec).index, DenseWeights(config.spec, 0, config.row_optimizer)
     ids, index = {DENSE: np.arange(dense.rows.shape[0])}, {}
-    for name, field in ((USERS, "user"), (FILMS, "film")):
+    for name, field in FIELDS.items():
         ids[name], index[name] = np.unique(held_out[field], return_inverse=True)
     rows = await servers.pull({tables[name]: of for name, of in ids.items()})
     await servers.close()

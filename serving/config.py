@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from pydantic import FilePath, ValidationInfo, field_validator, model_validator
+from pydantic import FilePath, ValidationInfo, model_validator
 
 from loader.errors import ConfigError
 from serving.observe.logs import LogFormat, LogLevel
 from serving.settings import Limits, Policy, Settings, Shard, Staleness, Store, WhenStales, setting
-from shard_node.training.clocks import Consistency
+from shard_node.training.clocks import ConsistencyText
 
 if TYPE_CHECKING:
     from loader.stores.cache import StorePlace
@@ -356,7 +356,7 @@ class TrainSettings(Settings):
     """Of the log of gradients and of checkpoints, this node's own; what was trained in it before is put back."""
     train_workers: int = setting(1, ge=1, le=1024)
     """How many workers push, numbered from 0."""
-    train_consistency: str = setting("bsp", "bsp|ssp:N|asp")
+    train_consistency: ConsistencyText = setting("bsp", "bsp|ssp:N|asp")
     """bsp: gradients of a step are added up, once all have pushed. ssp:N: applied as they come, and answered once the
     slowest is at most N steps behind. asp: as they come."""
     train_optimizer: Literal["adagrad", "adam", "sgd"] = "adagrad"
@@ -371,12 +371,6 @@ class TrainSettings(Settings):
     """With --train: publish rows that were trained to the fleet of this registry, of the version that is live there."""
     publish_rows_s: float = setting(2.0, gt=0)
     """With --publish-registry: every so many seconds."""
-
-    @field_validator("train_consistency")
-    @classmethod
-    def _check_consistency(cls, text: str) -> str:
-        Consistency.parse(text)
-        return text
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:

@@ -306,8 +306,13 @@ async def _serve_on(films: UsersFilms, url: str, model: str) -> None:
     console.print("\nStill serving. Ask it yourself, or press Ctrl-C:\n")
     line = f"curl -s {url}/v1/models/{model}:rank -d {shlex.quote(body)}\n"
     console.print(line, soft_wrap=True, markup=False, highlight=False)
+    await until_stopped()
+
+
+async def until_stopped() -> None:
+    """Wait for a signal, once the report is complete: then it is the end that was asked for."""
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
-        # The report is complete, so this is the end that was asked for. Leaving the block stops the fleet.
-        console.print("stopping")
+        # Leaving the block stops the fleet.
+        stdout_console().print("stopping")

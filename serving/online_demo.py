@@ -23,7 +23,7 @@ from loader.snapshot.tables import Frozen
 from serving.cli.output import print_document, progress_bars, stdout_console
 from serving.cli.settings import Options
 from serving.client import AsyncClient, Ragged, RetryPolicy
-from serving.demo import TIMEOUT_MS, url_of
+from serving.demo import TIMEOUT_MS, until_stopped, url_of
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import running_fleet
 from serving.fleet.process import run_until_signalled
@@ -38,6 +38,7 @@ from shard_node.bags import Float32Array
 FRESH, FROZEN = "ratings", "ratings-frozen"
 RECENT = 5000
 QUALITY_TTL_S = 15.0
+ANNOUNCE_S = 1.0
 MAX_IN_FLIGHT = 16
 POLL_S = 0.02
 STRANGER = -1
@@ -123,6 +124,10 @@ class LiveScores:
         is_there = np.isfinite(scores)
         return auc(labels[is_there], scores[is_there])
 
+    def quality(self, model: str) -> Quality:
+        """Return what the status page shows. Raises as `auc`."""
+        return Quality(model=model, auc=self.auc(model), recent_auc=self.auc(model, RECENT), scored=self.scored)
+
     @property
     def scored(self) -> int:
         """Count the ratings."""
@@ -178,10 +183,7 @@ def run_online_demo(options: Options, fleet: FleetConfig, *, once: bool, json_fi
                     await asyncio.to_thread(json_file.write_text, report.model_dump_json(indent=2) + "\n", "utf-8")
                 if not once:
                     stdout_console().print("\nStill serving. Press Ctrl-C to stop.")
-                    try:
-                        await asyncio.Event().wait()
-                    except asyncio.CancelledError:
-                        stdout_console().print("stopping")
+                    await until_stopped()
                 return 1 if report.errors else 0
 
         code = run_until_signalled(run)
@@ -217,16 +219,21 @@ async def _run(
     client = AsyncClient(url_of(at, "http"), timeout_ms=TIMEOUT_MS, retry=RetryPolicy(max_attempts=1))
     live, ending = LiveScores(await running.enter_async_context(client), (FRESH, FROZEN)), asyncio.Event()
     task = asyncio.create_task(feeding.run(ending))
+    announced_at = -ANNOUNCE_S
     with progress_bars() as bars:
 
         async def on_chunk(count: int) -> None:
+            nonlocal announced_at
             bars("ratings", count, ratings.size - learned)
+            # An AUC is of all ratings so far: with each chunk it would be the square of their number.
+            if time.monotonic() - announced_at < ANNOUNCE_S:
+                return
             for model in live.models:
                 # Of the first ones all may be liked, or none.
                 with suppress(TrainingError):
-                    both = {"auc": live.auc(model), "recent_auc": live.auc(model, RECENT)}
-                    quality = Quality(model=model, scored=live.scored, **both)
+                    quality = await asyncio.to_thread(live.quality, model)
                     await registry.announce_quality(quality, QUALITY_TTL_S)
+            announced_at = time.monotonic()
 
         await replay(training, live, ratings[learned:], chunk=200, ratings_per_s=ratings_per_s, on_chunk=on_chunk)
     training.stream.end()

@@ -65,12 +65,14 @@ def demo(ctx: click.Context, /, online: bool, once: bool, json_file: Path | None
     """
     if not online and isinstance(options["ratings"], Path):
         raise click.UsageError("--ratings: a file only with --online")
-    from serving.demo import run_demo
-    from serving.online_demo import run_online_demo
+    if online:
+        from serving.online_demo import run_online_demo as run
+    else:
+        from serving.demo import run_demo as run
 
     logged = {name: ctx.meta[name] for name in LOGGED if name in ctx.meta}
     fleet = config_of(FleetConfig, options, store=None, **logged)
-    ctx.exit((run_online_demo if online else run_demo)(options, fleet, once=once, json_file=json_file))
+    ctx.exit(run(options, fleet, once=once, json_file=json_file))
 
 
 @configured("up", FleetConfig)

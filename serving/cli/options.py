@@ -288,9 +288,8 @@ def _ratings(given: str | int) -> int | Path:
         if not Path(text).is_file():
             raise click.BadParameter(f"{text!r} is neither a number nor a file.")
         return Path(text)
-    if not 1000 <= int(text) <= 10_000_000:
-        raise click.BadParameter(f"{text} is not in the range 1000<=x<=10000000.")
-    return int(text)
+    number: int = click.IntRange(1000, 10_000_000)(text)
+    return number
 
 
 films_options = together(

@@ -34,13 +34,14 @@ from loader.stores import open_store
 from serving.training.dataset import TrainingError
 from serving.training.online import (
     FIRST_KEY,
+    VERSION,
     OnlineReport,
     OnlineTraining,
     prepare,
     running_training,
     training_id,
 )
-from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig, ratings_spec
+from serving.training.online_model import DENSE, FIELDS, FILMS, USERS, DenseWeights, OnlineConfig, ratings_spec
 from serving.training.online_worker import dense_file
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream
@@ -78,15 +79,15 @@ class FleetFeed:
     """Feeds one fleet with what one training comes to. Belongs to one event loop."""
 
     def __init__(self, training: OnlineTraining, feed: FeedConfig) -> None:
-        config = training.config
-        self._training, self._feed, self._spec = training, feed, config.spec
+        config, self._training, self._feed = training.config, training, feed
         self._served = ratings_spec(config.model, config.dim, config.capacity, feed.dtype)
-        self._servers = ParameterServers(training.addresses, config.trained_spec, 1, 0, config.init_scale)
-        self._tables = TableLayout.of(config.trained_spec).index
+        trained = config.trained_spec
+        self._servers = ParameterServers(training.addresses, trained, VERSION, 0, config.init_scale)
+        self._tables = TableLayout.of(trained).index
         self._fleet = None if feed.registry is None else FleetRegistry(open_registry(feed.registry))
         self._published_step = self._seen = 0
         # What the servers have, by the ratings that were seen.
-        self._keys = {name: np.array([FIRST_KEY]) for name in (USERS, FILMS)}
+        self._keys = {name: np.array([FIRST_KEY]) for name in FIELDS}
 
     async def begin(self) -> None:
         """Publish a version to begin with, unless one is live.
@@ -162,7 +163,7 @@ class FleetFeed:
         ratings = stream.read_now(self._seen, max(0, learned - self._seen))
         self._seen += ratings.size
         keys = self._keys
-        for name, field in ((USERS, "user"), (FILMS, "film")):
+        for name, field in FIELDS.items():
             keys[name] = np.union1d(keys[name], ratings[field])
         rows = {name: await self._pulled(self._tables[name], of) for name, of in keys.items()}
         dense = await self._dense()
@@ -206,7 +207,7 @@ class FleetFeed:
     async def _dense(self) -> DenseWeights:
         """Return the dense weights as they are: the servers', or worker 0's, which wrote them a while ago."""
         config = self._training.config
-        dense = DenseWeights(self._spec, config.seed, config.row_optimizer)
+        dense = DenseWeights(config.spec, config.seed, config.row_optimizer)
         if config.dense_by == "server":
             table = self._tables[DENSE]
             dense.step = await self._servers.last_step()

@@ -33,7 +33,7 @@ from serving.fleet.config import SupervisionConfig
 from serving.fleet.supervisor import ChildSpec, NotYetError, Supervisor, configured_command, supervised
 from serving.models.ranking_models import build_model
 from serving.training.dataset import TrainingError
-from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig
+from serving.training.online_model import DENSE, FEATURES, DenseWeights, OnlineConfig
 from serving.training.online_worker import GENERATION, GROUP_TIMEOUT_S, WorkerConfig, WorkerStatus, status_file
 from serving.training.rating_stream import RatingStream, labels_of
 from serving.training.trainer import auc
@@ -82,7 +82,7 @@ def prepare(config: OnlineConfig) -> None:
             raise TrainingError(f"{config.folder}: is of another training; there, and now: {given}")
         return
     config.folder.mkdir(parents=True, exist_ok=True)
-    rows = {name: initial_rows(np.array([FIRST_KEY]), config.dim, config.init_scale) for name in (USERS, FILMS)}
+    rows = {name: initial_rows(np.array([FIRST_KEY]), config.dim, config.init_scale) for name in FEATURES}
     spec = config.trained_spec
     if config.dense_by == "server":
         rows[DENSE] = DenseWeights(config.spec, config.seed, config.row_optimizer).rows
@@ -91,7 +91,7 @@ def prepare(config: OnlineConfig) -> None:
         spec,
         rows={name: ArrayRows(values) for name, values in rows.items()},
         dense=build_model(spec).state_dict(),
-        keys={name: np.array([FIRST_KEY]) for name in (USERS, FILMS)},
+        keys={name: np.array([FIRST_KEY]) for name in FEATURES},
         version=VERSION,
     )
     file.write_text(json.dumps({"training": secrets.token_hex(8)} | kept, indent=2) + "\n", encoding="utf-8")
@@ -189,7 +189,7 @@ async def running_training(
         supervisor = await stack.enter_async_context(supervised(supervision, config.log_dir))
         folder = supervisor.run_directory
         addresses = tuple(
-            f"127.0.0.1:{_free_port()}" if config.over_tcp else f"unix:{folder / f'server-{shard}.sock'}"
+            f"127.0.0.1:{free_port()}" if config.over_tcp else f"unix:{folder / f'server-{shard}.sock'}"
             for shard in range(config.servers)
         )
         specs = []
@@ -208,7 +208,7 @@ def _server_config(config: OnlineConfig, shard: int, address: str, more: dict[st
     return ShardNodeConfig(
         snapshot=config.folder / "models" / config.model / str(VERSION),
         shard=(shard, config.servers),
-        listen=(address.removeprefix("tcp:"),),
+        listen=(address,),
         replicate_bytes=0,
         train=True,
         train_folder=config.folder / f"server-{shard}",
@@ -247,7 +247,8 @@ async def _ask_worker(folder: Path, worker: int, process_id: int) -> None:
         raise NotYetError("it has not begun yet")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -19,13 +19,15 @@ from loader.snapshot.tables import Frozen, RowDtype
 from serving.models.inputs import InputShapes, RankingInputs
 from serving.models.ranking_models import build_model
 from shard_node.bags import Float32Array, Int64Array
-from shard_node.training.clocks import Consistency
+from shard_node.training.clocks import ConsistencyText
 from shard_node.training.row_optimizers import OptimizerKind, RowOptimizer
 
 USERS: Final = "users"
 FILMS: Final = "films"
 FEATURES: Final = {USERS: "user_id", FILMS: "film_id"}
 """By table."""
+FIELDS: Final = {USERS: "user", FILMS: "film"}
+"""Of a rating, by table."""
 DENSE: Final = "dense"
 """The table of servers that have the dense weights, too."""
 DENSE_DIM: Final = 64
@@ -85,9 +87,9 @@ class DenseWeights:
         self.rows = self._weights / DENSE_SCALE
         self.state = np.zeros((shape[0], optimizer.state_width(DENSE_DIM)), np.float32)
 
-    def saved(self, step: int) -> dict[str, npt.NDArray[Any]]:
-        """Return what `restore` reads, as of a step."""
-        return {"rows": self.rows, "state": self.state, "step": np.array([step])}
+    def saved(self) -> dict[str, npt.NDArray[Any]]:
+        """Return what `restore` reads."""
+        return {"rows": self.rows, "state": self.state, "step": np.array([self.step])}
 
     def restore(self, saved: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over what `saved` returned."""
@@ -144,7 +146,7 @@ class OnlineConfig(Frozen):
     model: str = "ratings"
     workers: int = Field(default=2, ge=1, le=64)
     servers: int = Field(default=2, ge=1, le=64)
-    consistency: str = "bsp"
+    consistency: ConsistencyText = "bsp"
     dense: Literal["allreduce", "server"] | None = None
     optimizer: OptimizerKind = "adagrad"
     lr: float = Field(default=0.2, gt=0)
@@ -158,12 +160,6 @@ class OnlineConfig(Frozen):
     delays_s: tuple[float, ...] = ()
     log_dir: Path | None = None
     over_tcp: bool = False
-
-    @field_validator("consistency")
-    @classmethod
-    def _check_consistency(cls, text: str) -> str:
-        Consistency.parse(text)
-        return text
 
     @model_validator(mode="after")
     def _check_dense(self) -> Self:

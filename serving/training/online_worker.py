@@ -38,7 +38,7 @@ from loader.snapshot.tables import Frozen
 from serving.fleet.process import die_with_parent, run_until_signalled
 from serving.observe.logs import ERROR_PREFIX, announce, start_logging
 from serving.training.dataset import TrainingError
-from serving.training.online_model import DENSE, FILMS, USERS, DenseWeights, OnlineConfig
+from serving.training.online_model import DENSE, FIELDS, DenseWeights, OnlineConfig
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream, labels_of
 from shard_node.bags import Float32Array, Int64Array, TableLayout
@@ -269,7 +269,7 @@ class OnlineWorker:
         config = self._config
         ids: dict[str, Int64Array] = {}
         index: dict[str, Int64Array] = {}
-        for table, field in ((USERS, "user"), (FILMS, "film")):
+        for table, field in FIELDS.items():
             ids[table], index[table] = np.unique(ratings[field], return_inverse=True)
         if config.dense_by == "server":
             ids[DENSE] = self._dense_ids
@@ -318,12 +318,12 @@ class OnlineWorker:
     async def _write_dense(self, *, is_due: bool = False) -> None:
         config = self._config
         is_due = is_due or time.monotonic() - self._wrote_at >= config.write_dense_s
-        if self._worker or self._group is None or self._step_done == self._step_written or not is_due:
+        if self._worker or self._group is None or self._dense.step == self._step_written or not is_due:
             return
         path = dense_file(config.folder)
-        save_file(self._dense.saved(self._step_done), temporary := path.with_suffix(".new"))
+        save_file(self._dense.saved(), temporary := path.with_suffix(".new"))
         rename(temporary, path)
-        self._wrote_at, self._step_written = time.monotonic(), self._step_done
+        self._wrote_at, self._step_written = time.monotonic(), self._dense.step
 
     def _report(self, *, is_done: bool = False) -> None:
         ratings = self._steps * self._config.batch

@@ -19,6 +19,7 @@ from router.shard_client import ShardClient, within
 from shard_node.answer import Answer
 from shard_node.bags import Bags, Float32Array, Int64Array
 from shard_node.errors import NodeUnavailableError, PushRefusedError
+from shard_node.node import NodeInfo
 from shard_node.training.push import Push
 from shard_node.training.trained_rows import initial_rows
 from shard_node.wire.address import Address
@@ -110,7 +111,7 @@ class ParameterServers:
         count it as gone, the steps that it leaves out there are without its gradients on all.
         """
         while True:
-            infos = await asyncio.gather(*(self._until_answered(client.info) for client in self._clients))
+            infos = await self._infos()
             due, is_active = list[int](), list[bool]()
             for client, info in zip(self._clients, infos, strict=True):
                 if info.training is None:
@@ -127,8 +128,11 @@ class ParameterServers:
 
     async def last_step(self) -> int:
         """Return the highest step that any worker has pushed to any server."""
-        infos = await asyncio.gather(*(self._until_answered(client.info) for client in self._clients))
-        return max(step for info in infos for step in (info.training.steps if info.training is not None else (0,)))
+        return max(
+            step
+            for info in await self._infos()
+            for step in (info.training.steps if info.training is not None else (0,))
+        )
 
     async def _push_skipped(self, due: list[int], is_active: list[bool]) -> bool:
         """Push steps without gradients where others wait for them, up to the highest due; False if one is not."""
@@ -141,6 +145,9 @@ class ParameterServers:
                         raise
                     return False
         return True
+
+    async def _infos(self) -> list[NodeInfo]:
+        return await asyncio.gather(*(self._until_answered(client.info) for client in self._clients))
 
     async def _push_to(self, client: ShardClient, push: Push) -> None:
         await self._until_answered(partial(client.push, self._model, self._version, push, PUSH_TIMEOUT_S))

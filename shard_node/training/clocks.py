@@ -19,7 +19,9 @@ several nodes and these differ, up to where the consistency lets it be; with its
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+from pydantic import AfterValidator
 
 from shard_node.errors import PushRefusedError
 
@@ -39,6 +41,10 @@ class Consistency(NamedTuple):
         if text not in ("bsp", "asp"):
             raise ValueError(f"{text!r} is none of bsp, ssp:N (N from 1 on) and asp")
         return cls(0, is_summed=True) if text == "bsp" else cls(math.inf)
+
+
+ConsistencyText: TypeAlias = Annotated[str, AfterValidator(lambda text: Consistency.parse(text) and text)]
+"""What `Consistency.parse` reads, as a field of settings."""
 
 
 class Clocks:

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from loader.errors import OverloadedError, ShardrankError
 from loader.snapshot.tables import Frozen
@@ -28,7 +28,7 @@ from shard_node.bags import Float32Array, Int64Array
 from shard_node.engine.cpu import CpuEngine
 from shard_node.errors import PushRefusedError, TrainingFailedError, TrainingLogError
 from shard_node.node import TrainingReport
-from shard_node.training.clocks import Clocks, Consistency
+from shard_node.training.clocks import Clocks, Consistency, ConsistencyText
 from shard_node.training.push import Push
 from shard_node.training.push_log import LEAVE_KIND, PUSH_KIND, PushLog
 from shard_node.training.row_optimizers import RowOptimizer
@@ -58,17 +58,11 @@ class TrainerConfig(Frozen):
 
     folder: Path
     workers: int = Field(ge=1, le=1024)
-    consistency: str = "bsp"
+    consistency: ConsistencyText = "bsp"
     optimizer: RowOptimizer = RowOptimizer()
     init_scale: float = Field(default=0.01, ge=0)
     worker_timeout_s: float = Field(default=30.0, gt=0)
     checkpoint_bytes: int = Field(default=1 << 28, ge=1)
-
-    @field_validator("consistency")
-    @classmethod
-    def _check_consistency(cls, text: str) -> str:
-        Consistency.parse(text)
-        return text
 
 
 class _Submitted(NamedTuple):

@@ -14,13 +14,13 @@ from safetensors.numpy import load_file
 
 from serving.training.dataset import TrainingError
 from serving.training.online import OnlineReport, OnlineTraining, prepare, running_training
-from serving.training.online_model import DENSE, OnlineConfig
+from serving.training.online_model import DENSE, FIELDS, OnlineConfig
 from serving.training.online_worker import dense_file
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream, read_ratings
 from shard_node.bags import TableLayout
 from shardrank_testing.nodes import until
-from shardrank_testing.online import FIELDS, Reference
+from shardrank_testing.online import Reference
 
 
 async def rows_of(training: OnlineTraining, keys: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

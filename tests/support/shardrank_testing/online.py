@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.training.online_model import FILMS, USERS, DenseWeights, OnlineConfig
+from serving.training.online_model import FIELDS, DenseWeights, OnlineConfig
 from serving.training.rating_stream import Ratings, labels_of
 from serving.training.trainer import auc
 from shard_node.training.trained_rows import initial_rows
-
-FIELDS = {USERS: "user", FILMS: "film"}
 
 
 class Reference:
