@@ -31,7 +31,7 @@ from router.hot_rows import ROW_OVERHEAD_BYTES, HotRows, HotRowsConfig, HotSet
 from router.plan import BucketOwners, Plan
 from router.router import Cutter
 from router.shard import ReplicatedShard
-from shard_node.access_counts import TABLE_SHIFT
+from shard_node.access_counts import TABLE_SHIFT, hottest_rows
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.bags import Bags, Int64Array, TableLayout
 from shard_node.engine.memory import RowMemory
@@ -65,7 +65,6 @@ MIN_EPOCH: Final = 256
 """Lookups that are counted together, at least."""
 CLOSE_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.02
-_PIECE_ROWS: Final = 1 << 20
 _BUILD_BYTES: Final = 40
 """For each row, while an index is built."""
 _NUMBER_BYTES: Final = 28
@@ -116,18 +115,12 @@ class HotBudget:
 
     def hottest_counted(self, snapshot: Snapshot, layout: TableLayout) -> Int64Array:
         """Choose rows by the snapshot's access counts: int64 keys, most lookups for a byte first; none without."""
-        hottest = AccessCounter(max(1, self._size_bytes // int(self._costs.min())), _PIECE_ROWS)
-        for number, table in enumerate(layout.tables):
-            counts = snapshot.access_counts(table.name)
-            if counts is None or table.keys is not None:
-                continue
-            for first in range(0, table.num_embeddings, _PIECE_ROWS):
-                piece = counts[first : first + _PIECE_ROWS]
-                rows = piece.nonzero()[0]
-                hottest.add(rows + (first + (number << TABLE_SHIFT)), piece[rows] / self._costs[number])
-                if hottest.is_full:
-                    hottest.fold()
-        return hottest.fold().hottest_first()
+        counted = {
+            number: (counts, float(self._costs[number]))
+            for number, table in enumerate(layout.tables)
+            if table.keys is None and (counts := snapshot.access_counts(table.name)) is not None
+        }
+        return hottest_rows(counted, self._size_bytes // int(self._costs.min()))
 
 
 def learning_counter(capacity: int) -> AccessCounter:

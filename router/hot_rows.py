@@ -141,7 +141,7 @@ class HotSet:
         places: list[TablePlace] = []
         for number, (group, count) in enumerate(zip(layout.groups, np.diff(self._group_starts).tolist(), strict=True)):
             stored = allocate_rows(max(1, count), group.row_bytes)  # Torch can't view an array without rows.
-            self._arenas.append(Arena(group.dtype, group.embedding_dim, stored, {0: stored.nbytes}, "ram"))
+            self._arenas.append(Arena(group.dtype, group.embedding_dim, stored, {0: stored.nbytes}))
             for start in self._starts[group.first_table : group.end_table] - self._group_starts[number]:
                 places.append(TablePlace(ALL_BITS, 0, np.full((1, 1), number, np.uint16), np.full((1, 1), start)))
         arenas = [range(number, number + 1) for number in range(len(layout.groups))]

@@ -20,7 +20,7 @@ from router.plan import Plan
 from router.shard_client import Reply, ShardClient, ShardConnection, within
 from shard_node.answer import EXACT, FLOAT32_SUMS, UNKNOWN_SEQUENCE, Answer, ReplyEncoding
 from shard_node.bags import Bags
-from shard_node.errors import CardError, GenerationNotFoundError, NodeUnavailableError, RemoteError
+from shard_node.errors import CardError, GenerationNotFoundError, NodeUnavailableError, RemoteError, RowReadError
 from shard_node.freshness import FORKED_AGE_MS, FreshnessBound
 from shard_node.node import NodeInfo
 from shard_node.tracing import TRACED_LOOKUP, Span, SpanContext, TracedLookup, error_text
@@ -36,7 +36,7 @@ STALE_S = 1.0  # for so long a replica whose rows were too old for a bound comes
 # After these a replica will not have what is needed in a moment either.
 _UNFIT = (GenerationNotFoundError, UnfitReplicaError, CardError)
 # A lookup changes nothing, so after any of these it may be sent to another replica.
-_RETRIABLE = (*_UNFIT, NodeUnavailableError, OverloadedError, RemoteError, DeadlineExceededError)
+_RETRIABLE = (*_UNFIT, NodeUnavailableError, OverloadedError, RemoteError, RowReadError, DeadlineExceededError)
 _SUMS, _SUMS_OR_ROWS = (FrameType.POOLED,), (FrameType.POOLED, FrameType.STORED)
 
 

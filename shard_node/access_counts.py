@@ -11,6 +11,7 @@ does, observes those in another one: no count is of all lookups, only their sum 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -32,6 +33,29 @@ MAX_FILE_BYTES: Final = 24 << 20
 """Of the rows that have a count, in a file of access counts: 8 for each, and the names of tables."""
 TABLE_SHIFT: Final = 32
 """A key is table << 32 | row; no table has more rows."""
+_PIECE_ROWS: Final = 1 << 20
+
+
+def hottest_rows(
+    counted: Mapping[int, tuple[AccessCounts | npt.NDArray[np.uint32], float]],
+    max_rows: int,
+    is_local: Callable[[int, Int64Array], npt.NDArray[np.bool_]] = lambda table, rows: np.ones(rows.size, np.bool_),
+) -> Int64Array:
+    """Return rows by their lookups for a byte, the most first, as table << 32 | row: int64 [at most max_rows].
+
+    `counted` has of tables, by number, how often each row was looked up, which is read in slices, and the bytes of a
+    row. Rows, int64 [n], that are not `is_local` are left out.
+    """
+    hottest = AccessCounter(max(1, max_rows), _PIECE_ROWS)
+    for number, (counts, row_bytes) in counted.items():
+        for first in range(0, counts.shape[0], _PIECE_ROWS):
+            piece = counts[first : first + _PIECE_ROWS]
+            rows = piece.nonzero()[0]
+            rows = rows[is_local(number, rows + first)]
+            hottest.add(rows + (first + (number << TABLE_SHIFT)), piece[rows] / row_bytes)
+            if hottest.is_full:
+                hottest.fold()
+    return hottest.fold().hottest_first()[:max_rows]
 
 
 class LookupSampler:

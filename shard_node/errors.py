@@ -67,6 +67,10 @@ class MemoryBudgetError(ShardrankError, http_status=507, grpc_status="RESOURCE_E
     """The rows do not fit the memory they were given. The message carries the numbers."""
 
 
+class RowReadError(UnavailableError, kind="rows_unreadable"):
+    """Rows on disk can't be read. The message names the file; another replica may have them."""
+
+
 class DeviceChoiceError(ShardrankError, http_status=400, grpc_status="INVALID_ARGUMENT", kind="device_choice"):
     """Devices that can't be read, that are not there, or do not fit the number of cards."""
 

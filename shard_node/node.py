@@ -82,6 +82,20 @@ class CardsReport(Message):
     not_here: int = 0
 
 
+class DiskReport(Message):
+    """Rows of a model version that were read from disk; fields are those of `DiskUse`."""
+
+    model: str
+    version: int
+    reads: int
+    size_bytes: int
+    failed: int
+    ram_p50_us: float
+    ram_p99_us: float
+    disk_p50_us: float
+    disk_p99_us: float
+
+
 class TrainingReport(Message):
     """Workers of a node that trains, by number: the last step of each, who takes part, and at which step it goes on."""
 
@@ -91,13 +105,14 @@ class TrainingReport(Message):
 
 
 class NodeInfo(Message):
-    """What a node tells of itself. `cards` has only versions whose rows are on some; `takes_traces` allows contexts."""
+    """What a node tells of itself. `cards`, `disks` have versions with rows on some; `takes_traces` allows contexts."""
 
     identity: NodeIdentity
     versions: tuple[ServedVersion, ...]
     memory: tuple[MemoryReport, ...]
     lookups: tuple[LookupReport, ...] = ()
     cards: tuple[CardsReport, ...] = ()
+    disks: tuple[DiskReport, ...] = ()
     takes_traces: bool = False
     training: TrainingReport | None = None
 
@@ -222,7 +237,7 @@ class DeltaPosition:
 class LoadedTables:
     """What a shard node's generation serves with, all rows if `partition` is None.
 
-    `claims`, on memory, and `files` that are mapped go with it.
+    `claims`, on memory, and `files` that rows are read from go with it.
     """
 
     engine: Engine
@@ -314,6 +329,7 @@ class ShardNode:
         memory: list[MemoryReport] = []
         lookups: list[LookupReport] = []
         cards: list[CardsReport] = []
+        disks: list[DiskReport] = []
         for one in self.generations.all():
             tables = one.payload
             engine, deltas = tables.engine, tables.deltas.now
@@ -337,6 +353,8 @@ class ShardNode:
             )
             memory += [MemoryReport(**version, **asdict(use)) for use in engine.memory()]
             lookups += [LookupReport(**version, **asdict(count)) for count in engine.rows_looked_up()]
+            if (reads := engine.disk_use()) is not None:
+                disks.append(DiskReport(**version, **asdict(reads)))
             if (use := cards_of(one)) is not None:
                 cards.append(CardsReport(**version, **asdict(use)))
         return NodeInfo(
@@ -345,6 +363,7 @@ class ShardNode:
             memory=tuple(memory),
             lookups=tuple(lookups),
             cards=tuple(cards),
+            disks=tuple(disks),
             takes_traces=self.sink is not None,
             training=None if self.trainer is None else self.trainer.report(),
         )

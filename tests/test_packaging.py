@@ -125,7 +125,15 @@ def test_a_name_that_is_not_public_is_refused():
 NOT_MET = {
     # Of fleets, commands and the wire between processes.
     *("CertificateRoleError", "FittingError", "FleetError", "HotRowsError", "InvalidBagsError", "NodeUnavailableError"),
-    *("RecordingDamagedError", "RemoteError", "RolloutError", "TlsConfigError", "TlsHandshakeError", "TraceError"),
+    *(
+        "RecordingDamagedError",
+        "RemoteError",
+        "RolloutError",
+        "RowReadError",
+        "TlsConfigError",
+        "TlsHandshakeError",
+        "TraceError",
+    ),
     *("UnfitReplicaError", "WireError", "GenerationNotFoundError"),
     *("PushRefusedError", "TrainingFailedError", "TrainingLogError"),
 }

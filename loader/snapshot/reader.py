@@ -196,14 +196,18 @@ class Snapshot:
         """Bytes that the tables' rows would take as float32."""
         return sum(4 * table.num_embeddings * table.embedding_dim for table in self.spec.logical_tables)
 
-    def rows_file(self, table: str, file_index: int, *, copy_on_write: bool = False) -> ByteArray:
+    def rows_at(self, table: str, file_index: int) -> tuple[Path, int]:
+        """Return where the stored rows of a row file of a stored table begin: the file, and the offset in it."""
+        path, header = self._header(self._files[table].rows[file_index])
+        return path, header["rows"].offset
+
+    def rows_file(self, table: str, file_index: int) -> ByteArray:
         """Map the stored rows of a row file of a stored table, uint8 [rows, row_bytes] in bucket order.
 
-        Keeps no file descriptor; unmapped when the last array over it is gone. With `copy_on_write` it can be written
-        to: pages that are written become memory of this process, and the file is never changed. Raises as `map_tensor`.
+        Read-only. Keeps no file descriptor; unmapped when the last array over it is gone. Raises as `map_tensor`.
         """
         path, header = self._header(self._files[table].rows[file_index])
-        return map_tensor(path, header["rows"], np.uint8, copy_on_write=copy_on_write)
+        return map_tensor(path, header["rows"], np.uint8)
 
     def keys(self, table: str, file_index: int) -> npt.NDArray[np.int64]:
         """Map the keys of a row file of a stored table that has such: read-only int64 [rows], by bucket."""

@@ -122,8 +122,8 @@ def expect_at_most(path: Path, tensors: Mapping[str, TensorInfo], max_bytes: int
         raise SnapshotCorruptError(f"{path}: tensors of {size_bytes} bytes; at most {max_bytes} are read")
 
 
-def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_write: bool = False) -> npt.NDArray[Any]:
-    """Return a view of one tensor's bytes in the mapped file: read-only, or writable without changing the file.
+def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return a read-only view of one tensor's bytes in the mapped file.
 
     Raises SnapshotCorruptError if the file is not there any more, or shorter, SnapshotResourceError if no file
     descriptor, mapping or memory is left.
@@ -132,7 +132,7 @@ def map_tensor(path: Path, info: TensorInfo, dtype: npt.DTypeLike, *, copy_on_wr
         return np.zeros(info.shape, dtype)
     try:
         with file_errors(path, "mapped"):
-            return map_array(path, info.offset, info.shape, dtype, copy_on_write=copy_on_write)
+            return map_array(path, info.offset, info.shape, dtype)
     except ValueError as error:
         raise SnapshotCorruptError(f"{path}: can't be mapped: {error}") from error
 

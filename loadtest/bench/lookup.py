@@ -38,7 +38,7 @@ def calls_of(snapshot: Snapshot, tables: harness.UniformTables, remote: Router) 
     codes = allocate_rows(tables.rows * tables.count, RowCodec("int8", tables.embedding_dim).row_bytes)
     for number, table in enumerate(snapshot.spec.tables):
         codes[number * tables.rows :][: tables.rows] = snapshot.read_rows(table.name, 0, tables.rows)
-    arena = Arena("int8", tables.embedding_dim, codes, {0: codes.nbytes}, "ram")
+    arena = Arena("int8", tables.embedding_dim, codes, {0: codes.nbytes})
     weight = torch.from_numpy(tables.all_rows()).repeat(tables.count, 1)
     module = torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum", include_last_offset=True)
 

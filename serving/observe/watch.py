@@ -8,6 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -43,12 +44,19 @@ _GAUGES = {
         "1 for each version that is here, with its state: live, staged or draining.",
         (*_VERSION, "state"),
     ),
+    "lookup_tier_seconds": (
+        "Time of the last lookups, of those with all rows in memory (ram), or that waited for a disk.",
+        (*_NODE, "tier", "quantile"),
+    ),
     "version_leases": ("Requests that use a version now.", _VERSION),
     "canary_share": ("Share of the requests that the canary gets.", _VERSION),
     "degraded": ("1 if /readyz names the model under `degraded`.", ("model",)),
 }
 _COUNTERS = {
     "rows_looked_up": ("Rows looked up by table and tier.", (*_NODE, "table", "tier")),
+    "disk_reads": ("Rows that were read from disk.", _NODE),
+    "disk_read_bytes": ("Bytes that were read from disk for rows.", _NODE),
+    "disk_read_failures": ("Rows that could not be read from disk.", _NODE),
     "card_bad_values": (
         "Values that kernels found to name no row of their table, or one that is on no card; pooled as zeros.",
         (*_NODE, "reason"),
@@ -261,6 +269,12 @@ def node_samples(model: str, replica: str, info: NodeInfo, now: float) -> Iterat
         yield "memory_bytes", (*node, str(use.card), use.tier), use.size_bytes
     for count, node in of_model(info.lookups):
         yield "rows_looked_up", (*node, count.table, count.tier), count.rows
+    for disk, node in of_model(info.disks):
+        counts = {"disk_reads": disk.reads, "disk_read_bytes": disk.size_bytes, "disk_read_failures": disk.failed}
+        yield from ((name, node, count) for name, count in counts.items())
+        for tier, quantile in product(("ram", "disk"), ("0.5", "0.99")):
+            time_us = getattr(disk, f"{tier}_p{round(float(quantile) * 100)}_us")
+            yield "lookup_tier_seconds", (*node, tier, quantile), time_us / 1e6
     for cards, node in of_model(info.cards):
         yield "cards_failed", node, 0.0
         yield "cards_peer_access", node, float(cards.peer_access)

@@ -99,7 +99,7 @@ class NodeConfig(Frozen):
     """What a shard node is told of itself: its id, stable over restarts, where routers reach it, and limits.
 
     The rows of all versions together may take `memory_cap_bytes` of RAM, None for what is available; those of one
-    version `memory_budget_bytes`, its largest tables beyond that stay in mapped files. Staging takes `stage_cpu_share`
+    version `memory_budget_bytes`, rows beyond that stay on disk. Staging takes `stage_cpu_share`
     of one core. `verify` compares SHA-256 of row files; tables of up to `replicate_bytes` are on every shard.
     """
 
@@ -222,7 +222,7 @@ class NodeActions:
                     verify=config.verify and not files.is_checked,
                     progress=progress,
                 )
-                if any(use.tier == "mapped" for use in tables.engine.memory()):
+                if any(use.tier == "disk" for use in tables.engine.memory()):
                     stack.pop_all()
                     return replace(tables, files=files)
             return tables
@@ -407,7 +407,7 @@ class NodeActions:
         await self._followers.close()
 
     def _observed(self, model: str) -> ObservedCounts | None:
-        if self._card_set is None:
+        if self._card_set is None and self._config.memory_budget_bytes is None:
             return None
         for generation in self._node.generations.all():
             if (generation.model, generation.state) == (model, "live"):
@@ -434,7 +434,7 @@ class NodeActions:
             reason=records.cut_reason(gap or deltas.reason),
             identity=tables.manifest_identity,
             plan_digest=tables.plan_digest,
-            memory_bytes=tiers.total() - tiers["mapped"],
+            memory_bytes=tiers.total() - tiers["disk"],
             memory_tiers=dict(tiers),
             leases=generation.leases,
             delta_sequence=deltas.sequence,

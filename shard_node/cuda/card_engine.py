@@ -421,6 +421,9 @@ class CardEngine:
         """As `Engine.access`: what is pooled by lanes is in it too."""
         return self._rows.lookups.access
 
+    def disk_use(self) -> None:
+        """Return None: the last tier of cards is pinned memory."""
+
     def cards(self) -> CardsUse | None:
         """Return what they are, and what they counted. Blocks for what it takes to read a few bytes."""
         cards = self.card_set.cards

@@ -1,11 +1,12 @@
 """Arenas: contiguous rows of one (embedding_dim, dtype), pooled by one torch call.
 
-An arena is either RAM (in huge pages where the kernel gives them: random rows of a 2 GB table cost a third less), for
-the cards of one CPU node alike, or one row file of the snapshot, read where it lies through the page cache.
+An arena is RAM, in huge pages where the kernel gives them (random rows of a 2 GB table cost a third less), for the
+cards of one CPU node alike. What memory has no room for is in `shard_node.engine.tiered_rows`, whose slots are
+positions in the snapshot's row files.
 
 A placement tells where each row lies: from (table, row) to (arena, slot), by a fixed number of vector operations.
-Every table is a run of cells, one for each bucket (of each row file, if the table is left in the mapped snapshot). A
-cell says which arena holds its rows and at which slot they begin:
+Every table is a run of cells, one for each bucket (of each row file, if the table is on disk). A cell says which
+arena holds its rows and at which slot they begin:
 
     arena, slot = cell_arena[cell], cell_base[cell] + (row >> slot_shift)
 
@@ -14,7 +15,6 @@ A table that a node holds whole is laid out in row order there: it has one cell,
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,15 +29,14 @@ from shard_node.engine.base import Tier
 from shard_node.engine.kernels import as_tensor, pool_rows
 from shard_node.errors import InvalidBagsError
 
-PAGE_BYTES = mmap.PAGESIZE
-
 
 class Arena:
-    """Rows of one width and dtype, and the call that pools them.
+    """Rows of one width and dtype in RAM, and the call that pools them.
 
     `rows`, uint8 [slots, row_bytes], contiguous, are kept and not copied. `bytes_of_cards` says whose they are.
-    `is_private`, bool [pages], is which pages of mapped rows were changed, and are memory of this process.
     """
+
+    tier: Tier = "ram"
 
     def __init__(
         self,
@@ -45,18 +44,14 @@ class Arena:
         embedding_dim: int,
         rows: npt.NDArray[np.uint8],
         bytes_of_cards: Mapping[int, int],
-        tier: Tier,
     ) -> None:
         self.bytes_of_cards = bytes_of_cards
-        self.tier = tier
         self._dtype: RowDtype = dtype
         self._embedding_dim = embedding_dim
         self._bytes = rows
         # One item per row: NumPy copies such whole, several times faster than bytes.
         self._items = rows.view(f"V{rows.shape[1]}").reshape(-1)
         self._rows = as_tensor(dtype, rows)
-        self._first_byte = rows.ctypes.data % PAGE_BYTES
-        self.is_private = np.zeros((self._first_byte + rows.nbytes) // PAGE_BYTES + 1, np.bool_)
 
     def pool(self, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None) -> Float32Array:
         """Sum the rows of each bag as `pool_rows`: float32 [b, embedding_dim]. Slots are positions in this arena."""
@@ -68,30 +63,13 @@ class Arena:
         """Copy rows as they are stored, uint8 [n, row_bytes], from int64 [n] slots that the caller has checked."""
         return self._items.take(slots).view(np.uint8).reshape(slots.size, self._bytes.shape[1])
 
-    def shared_pages(self, slots: Int64Array) -> Int64Array:
-        """Return the numbers of the pages with rows of these slots, int64 [n], that are not private yet."""
-        row_bytes = self._bytes.shape[1]
-        offsets = np.append(np.arange(0, row_bytes, PAGE_BYTES), row_bytes - 1)
-        pages = np.unique((self._first_byte + slots[:, None] * row_bytes + offsets) // PAGE_BYTES)
-        return np.compress(~self.is_private[pages], pages)
-
-    def touch(self, slots: Int64Array) -> None:
-        """Bring the pages of these slots into memory, as this arena's own, so that `write` is but a copy.
-
-        Every row's first and last byte is written as it is: no reader sees a difference, but another writer might.
-        """
-        if self.tier == "mapped":
-            for column in (0, -1):
-                edge = self._bytes[:, column]
-                edge[slots] = edge[slots]
-
     def write(self, slots: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
         """Replace the rows at int64 [n] slots by uint8 [n, row_bytes], contiguous. Nobody may pool meanwhile."""
         self._items[slots] = stored.view(self._items.dtype).reshape(-1)
 
     def free(self) -> None:
         """Give the rows' memory back, a piece at a time and without the interpreter lock. Nobody may need them."""
-        if self.tier == "ram" and self._bytes.nbytes >= HUGE_PAGE_BYTES:
+        if self._bytes.nbytes >= HUGE_PAGE_BYTES:
             give_back(self._bytes)
 
 

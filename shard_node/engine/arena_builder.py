@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -14,11 +15,12 @@ import numpy.typing as npt
 from loader.errors import SnapshotCorruptError, file_errors
 from loader.memory import allocate_rows, populate
 from loader.progress import PIECE_BYTES, Progress, no_progress
-from loader.snapshot.buckets import FileOrder, RowBuckets
+from loader.snapshot.buckets import FileOrder, RowBuckets, ranges, starts_of
 from loader.snapshot.codecs import ByteArray, RowCodec
 from loader.snapshot.reader import Snapshot
 from loader.snapshot.tables import TableSpec
-from shard_node.bags import Int64Array, TableLayout
+from shard_node.access_counts import TABLE_SHIFT, hottest_rows
+from shard_node.bags import Group, Int64Array, TableLayout
 from shard_node.buckets import ALL_BITS, Partition
 from shard_node.engine.arena import NOT_HERE, Arena, Placement, TablePlace
 from shard_node.engine.base import Engine
@@ -26,8 +28,11 @@ from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.key_index import index_bytes
 from shard_node.engine.keyed_tables import KeyedTables, capacities_here, local_keys
 from shard_node.engine.memory import Claim, RowMemory, choose_tiers
+from shard_node.engine.row_files import RowFile, RowFiles
+from shard_node.engine.tiered_rows import SLOT_BYTES, TieredRows
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
+from shard_node.planning.hotness import ObservedCounts, RowCounts
 
 BoolArray = npt.NDArray[np.bool_]
 # Of rows that are gathered at a time: what that takes beside them stays small, and within a processor's cache.
@@ -39,6 +44,23 @@ class _Filling:
     number: int
     rows: npt.NDArray[np.uint8]
     next_slot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _FileOnDisk:
+    """A row file of a table: its rows' order, and the position of its first row among those of its group."""
+
+    table: int
+    index: int
+    order: FileOrder
+    first: int
+
+    def local_positions(self, is_local: BoolArray, limit: int) -> Int64Array:
+        """Return the positions of its first local rows, int64 [at most limit], ascending."""
+        edges = np.flatnonzero(np.diff(is_local, prepend=False, append=False))
+        begins, ends = self.order.starts[edges].reshape(-1, 2).T
+        before = starts_of(ends - begins)[:-1]
+        return self.first + ranges(begins, (limit - before).clip(0, ends - begins))
 
 
 class TableLoad:
@@ -81,7 +103,12 @@ class ArenaLoad(TableLoad):
     """A load into a CPU engine: checks rows, and copies them or brings them into memory. As `prepare_load`."""
 
     def __init__(
-        self, snapshot: Snapshot, partition: Partition, plan_digest: str, memory_budget_bytes: int | None = None
+        self,
+        snapshot: Snapshot,
+        partition: Partition,
+        plan_digest: str,
+        memory_budget_bytes: int | None = None,
+        observed: ObservedCounts | None = None,
     ) -> None:
         super().__init__(snapshot, partition, plan_digest)
         self._layout = layout = layout_for(snapshot, partition)
@@ -103,17 +130,24 @@ class ArenaLoad(TableLoad):
         self._row_bytes = [RowCodec(table.dtype, table.embedding_dim).row_bytes for table in layout.tables]
         table_bytes = [count * size for count, size in zip(rows, self._row_bytes, strict=True)]
         self._tiers = self._choose_tiers(table_bytes, memory_budget_bytes)
-        self._arenas: list[Arena] = []
-        self._claim_pages: Callable[[int], object] = int
+        self._observed = {} if observed is None else observed
+        self._arenas: list[Arena | TieredRows] = []
+        self._claim_more: Callable[[int], object] = int
         self._progress: Progress = no_progress
-        self._total_bytes = sum(size for size, tier in zip(table_bytes, self._tiers, strict=True) if tier == "ram")
-        self._mapped_bytes = sum(table_bytes) - self._total_bytes
-        self._done_bytes = self._populated_bytes = 0
+        is_on_disk = np.array([tier == "disk" for tier in self._tiers])
+        self._total_bytes = int(np.array(table_bytes)[~is_on_disk].sum())
+        self._disk_bytes = sum(table_bytes) - self._total_bytes
+        # What rows on disk would take in memory, by table, and what their hottest may.
+        self._slot_bytes = np.array(self._row_bytes) + SLOT_BYTES
+        self._cold_bytes = np.where(is_on_disk, np.array(rows) * self._slot_bytes, 0)
+        budget_bytes = memory_budget_bytes or 0
+        self._hot_bytes = min(max(0, budget_bytes - self._total_bytes - self._key_bytes), int(self._cold_bytes.sum()))
+        self._done_bytes = self._checked_bytes = 0
 
     def take(self, memory: RowMemory) -> Sequence[Claim]:
         """As `TableLoad.take`."""
-        claim = memory.take(self._total_bytes + self._key_bytes)
-        self._claim_pages = partial(memory.take, into=claim)
+        claim = memory.take(self._total_bytes + self._key_bytes + self._hot_bytes)
+        self._claim_more = partial(memory.take, into=claim)
         return [claim]
 
     def build(self, progress: Progress) -> CpuEngine:
@@ -123,21 +157,30 @@ class ArenaLoad(TableLoad):
         self._keyed = KeyedTables(self._layout, self._local) if self._local else None
         places: list[TablePlace] = []
         group_arenas: list[range] = []
+        hottest = self._hottest()
         for group in self._layout.groups:
             first_arena = len(self._arenas)
-            filling = self._allocate(group.first_table, group.end_table)
+            filling, files = self._allocate(group.first_table, group.end_table), list[_FileOnDisk]()
             for number in range(group.first_table, group.end_table):
                 if number in self._orders:
                     places.append(self._place_keyed(number, filling))
+                elif self._tiers[number] == "ram":
+                    places.append(self._place_in_ram(number, filling))
                 else:
-                    in_ram = self._tiers[number] == "ram"
-                    places.append(self._place_in_ram(number, filling) if in_ram else self._place_mapped(number))
+                    places.append(self._place_on_disk(number, files))
+            if files:
+                tables = slice(group.first_table, group.end_table)
+                self._load_hottest(group, files, [*enumerate(places)][tables], hottest)
             group_arenas.append(range(first_arena, len(self._arenas)))
+        # What was claimed was the most that it could be.
+        self._claim_more(
+            sum(rows.size_bytes for rows in self._arenas if isinstance(rows, TieredRows)) - self._hot_bytes
+        )
         placement = Placement(self._layout, places)
         tiers, keyed = self._tiers, self._keyed
-        return CpuEngine(self._layout, self._arenas, group_arenas, placement, tiers, self._claim_pages, keyed)
+        return CpuEngine(self._layout, self._arenas, group_arenas, placement, tiers, self._claim_more, keyed)
 
-    def _choose_tiers(self, table_bytes: list[int], budget_bytes: int | None) -> list[Literal["ram", "mapped"]]:
+    def _choose_tiers(self, table_bytes: list[int], budget_bytes: int | None) -> list[Literal["ram", "disk"]]:
         """Choose the tables in RAM: all that have keys, as they have to grow. Raises MemoryBudgetError."""
         if not self._local or budget_bytes is None:
             return choose_tiers(table_bytes, budget_bytes)
@@ -166,7 +209,7 @@ class ArenaLoad(TableLoad):
         num_rows = sum(bytes_of_cards.values()) // row_bytes + spare_rows
         filling = _Filling(len(self._arenas), allocate_rows(num_rows, row_bytes, is_reserved=spare_rows > 0))
         if num_rows:
-            self._arenas.append(Arena(table.dtype, table.embedding_dim, filling.rows, bytes_of_cards, "ram"))
+            self._arenas.append(Arena(table.dtype, table.embedding_dim, filling.rows, bytes_of_cards))
         return filling
 
     def _place_in_ram(self, number: int, filling: _Filling) -> TablePlace:
@@ -231,47 +274,92 @@ class ArenaLoad(TableLoad):
             self._done_bytes += stored.nbytes
             self._progress("load", self._done_bytes, self._total_bytes)
 
-    def _place_mapped(self, number: int) -> TablePlace:
-        # One arena for each row file, on the card of its first bucket here.
-        table, cards = self._layout.tables[number], self._cards[number]
+    def _hottest(self) -> Int64Array:
+        """Return the rows on disk that memory has room for, by counts: table << 32 | row, of this node, ascending."""
+        counted: dict[int, tuple[RowCounts, float]] = {}
+        for number in np.flatnonzero(self._cold_bytes).tolist():
+            name = self._layout.tables[number].name
+            exported: RowCounts | None = self._snapshot.access_counts(name)
+            if (counts := self._observed.get(name) if exported is None else exported) is not None:
+                counted[number] = counts, float(self._slot_bytes[number])
+        if not counted or not self._hot_bytes:
+            return np.zeros(0, np.int64)
+
+        def is_local(number: int, rows: Int64Array) -> BoolArray:
+            return self._cards[number].take(self._buckets[number].of_rows(rows)) >= 0
+
+        hottest = hottest_rows(counted, self._hot_bytes // int(self._slot_bytes[list(counted)].min()), is_local)
+        total_bytes = np.cumsum(self._slot_bytes.take(hottest >> TABLE_SHIFT))
+        return np.sort(hottest[: total_bytes.searchsorted(self._hot_bytes, side="right")])
+
+    def _place_on_disk(self, number: int, on_disk: list[_FileOnDisk]) -> TablePlace:
+        """Place a table's rows at their positions in files, which follow those of the group that are there."""
+        table, is_local = self._layout.tables[number], self._cards[number] >= 0
         files, buckets = self._files[table.name], self._buckets[number]
-        is_local = cards >= 0
         arena = np.full((len(files.rows), buckets.count), NOT_HERE, np.uint16)
         base = np.zeros((len(files.rows), buckets.count), np.int64)
+        first = on_disk[-1].first + on_disk[-1].order.num_rows if on_disk else 0
         for index in range(len(files.rows) if is_local.any() else 0):
-            source = self._snapshot.rows_file(table.name, index, copy_on_write=True)
-            if len(self._arenas) == NOT_HERE:
-                raise MemoryBudgetError(
-                    f"table {table.name!r}: a node has at most {NOT_HERE} arenas (row files mapped)"
-                )
             order = buckets.in_file(files.rows_per_file, index)
-            self._bring_in(table, index, source, order, is_local)
+            on_disk.append(_FileOnDisk(number, index, order, first))
             arena[index, is_local] = len(self._arenas)
-            card = int(cards[is_local.argmax()])
-            self._arenas.append(Arena(table.dtype, table.embedding_dim, source, {card: source.nbytes}, "mapped"))
-            if buckets.slot_shift:
-                base[index] = order.starts[:-1] - (order.first_row >> buckets.slot_shift)
-            else:
-                base[index] = -order.first_row
+            in_file = order.starts[:-1] - (order.first_row >> buckets.slot_shift)
+            base[index] = first + (in_file if buckets.slot_shift else -order.first_row)
+            first += order.num_rows
         return TablePlace(files.rows_per_file.bit_length() - 1, buckets.slot_shift, arena, base)
 
-    def _bring_in(self, table: TableSpec, index: int, source: ByteArray, order: FileOrder, is_local: BoolArray) -> None:
-        file = self._snapshot.path / self._files[table.name].rows[index].path
-        edges = np.flatnonzero(np.diff(is_local, prepend=False, append=False))
+    def _load_hottest(
+        self, group: Group, files: list[_FileOnDisk], places: list[tuple[int, TablePlace]], hottest: Int64Array
+    ) -> None:
+        """Make a group's tiered rows: those that were counted, then any that memory has room for."""
+        edges = hottest.searchsorted(np.arange(group.first_table, group.end_table + 1) << TABLE_SHIFT)
+        positions = [np.zeros(0, np.int64)]
+        for (number, place), (begin, end) in zip(places, pairwise(edges.tolist()), strict=True):
+            rows = hottest[begin:end] & ((1 << TABLE_SHIFT) - 1)
+            at = rows >> place.files_shift, self._buckets[number].of_rows(rows)
+            positions.append(place.cell_base[at] + (rows >> place.slot_shift) if rows.size else rows)
+        counted = np.sort(np.concatenate(positions))
+        spare_bytes = self._hot_bytes - int(self._slot_bytes.take(hottest >> TABLE_SHIFT).sum())
+        fraction = float(self._cold_bytes[group.first_table : group.end_table].sum() / self._cold_bytes.sum())
+        num_more = int(spare_bytes * fraction / self._slot_bytes[group.first_table])
+        more = np.zeros(0, np.int64)
+        for file in files:
+            local = file.local_positions(self._cards[file.table] >= 0, num_more + counted.size)
+            more = np.append(more, np.setdiff1d(local, counted, assume_unique=True)[: num_more - more.size])
+            if more.size >= num_more:
+                break
+        names = [self._layout.tables[file.table].name for file in files]
+        stored = [self._snapshot.rows_at(name, file.index) for name, file in zip(names, files, strict=True)]
+        rows_in = [RowFile(*at, file.order.num_rows) for at, file in zip(stored, files, strict=True)]
+        row_files = RowFiles(rows_in, group.row_bytes)
+        cards = self._cards[files[0].table]
+        resident = np.sort(np.append(counted, more))
+        shape = group.dtype, group.embedding_dim, group.row_bytes
+        self._arenas.append(tiered := TieredRows(*shape, row_files, resident, int(cards[(cards >= 0).argmax()])))
+        for file in files:
+            self._scan(file, tiered)
+
+    def _scan(self, on_disk: _FileOnDisk, rows: TieredRows) -> None:
+        """Check the local rows of a file, and load those of them that begin in memory."""
+        table = self._layout.tables[on_disk.table]
+        source, order = self._snapshot.rows_file(table.name, on_disk.index), on_disk.order
+        file = self._snapshot.path / self._files[table.name].rows[on_disk.index].path
+        edges = np.flatnonzero(np.diff(self._cards[on_disk.table] >= 0, prepend=False, append=False))
         for first, end in order.starts[edges].reshape(-1, 2).tolist():
             for begin, stop in _pieces(first, end, source.shape[1]):
                 piece = source[begin:stop]
                 with file_errors(file, "read"):
                     populate(piece)
                 check_finite(file, table, piece, order.rows_at(np.arange(begin, stop)))
-                self._populated_bytes += piece.nbytes
-                self._progress("bring in mapped rows", self._populated_bytes, self._mapped_bytes)
+                rows.load(on_disk.first + begin, piece)
+                self._checked_bytes += piece.nbytes
+                self._progress("check rows on disk", self._checked_bytes, self._disk_bytes)
 
 
 class CheckedLoad(ArenaLoad):
-    """A load of rows that were checked: those of mapped files are read once they are looked up, not before."""
+    """A load of rows that were checked, without a budget: those on disk are read once they are looked up."""
 
-    def _bring_in(self, *_: object) -> None:
+    def _scan(self, *_: object) -> None:
         """Leave them where they are."""
 
 

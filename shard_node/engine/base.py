@@ -13,8 +13,8 @@ from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
 from shard_node.bags import Bags, Float32Array, Int64Array, TableLayout
 
-Tier = Literal["ram", "mapped", "card", "hot", "pinned"]
-"""Where rows are: host RAM, the mapped snapshot, one card, a copy on every card, pinned host memory that cards read."""
+Tier = Literal["ram", "disk", "card", "hot", "pinned"]
+"""Where rows are: RAM, the snapshot's files, one card, a copy on every card, or pinned memory that cards read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,22 @@ class LookupCount:
     table: str
     tier: Tier
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Reads of rows from disk since the engine was made, their bytes and failures; times of the last lookups.
+
+    Lookups are by tier: `ram` had all of their rows in memory, `disk` waited for some. Times are 0 before the first.
+    """
+
+    reads: int
+    size_bytes: int
+    failed: int
+    ram_p50_us: float
+    ram_p99_us: float
+    disk_p50_us: float
+    disk_p99_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +129,9 @@ class Engine(WritableRows, Protocol):
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
         """Counters by table and tier."""
+
+    def disk_use(self) -> DiskUse | None:
+        """Return what was read from disk; None if no row is there."""
 
     @property
     def access(self) -> LookupSampler:

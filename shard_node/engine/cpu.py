@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +16,20 @@ from loader.snapshot.codecs import RowCodec
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import NONE_MISSING, Answer, StoredRows, group_keys, travel_as_stored
 from shard_node.bags import Bags, Float32Array, Group, Int64Array, TableLayout
-from shard_node.engine.arena import NOT_HERE, PAGE_BYTES, Arena, Placement
-from shard_node.engine.base import CardsUse, LookupCount, MemoryUse, Tier, write_pieces
+from shard_node.engine.arena import NOT_HERE, Arena, Placement
+from shard_node.engine.base import CardsUse, DiskUse, LookupCount, MemoryUse, Tier, write_pieces
 from shard_node.engine.keyed_tables import KeyedTables, RowWrite, Upsert
+from shard_node.engine.tiered_rows import FetchedRows, TieredRows
 from shard_node.errors import InvalidBagsError
 from shard_node.generation import RowLock
 from shard_node.split import add, split
 
 Of = TypeVar("Of")
-CLAIM_BYTES: Final = 1 << 20  # For pages of mapped tables, and rows of new keys, at a time.
+CLAIM_BYTES: Final = 1 << 20  # For rows on disk that were written, and rows of new keys, at a time.
+KEPT_TIMES: Final = 1024  # Of lookups in one tier.
+
+Rows: TypeAlias = Sequence[Arena | FetchedRows]
+"""By the number of their arena, for one batch."""
 
 
 class _GroupArenas(NamedTuple):
@@ -40,14 +47,15 @@ class CpuEngine:
     go of the interpreter lock while it reads rows. Rows are written while no call pools.
 
     `group_arenas` has, for each group of the layout, the numbers of the arenas that hold its rows; `tiers` are those of
-    the tables. `claim` claims bytes of memory for changed pages of mapped tables, and for rows of new keys, or raises
-    MemoryBudgetError. `keyed` has the keys of tables that have such.
+    the tables. Rows on disk are read before a batch's rows may not change, so that no writer waits for a disk. `claim`
+    claims bytes of memory for rows on disk that are written, and for rows of new keys, or raises MemoryBudgetError.
+    `keyed` has the keys of tables that have such.
     """
 
     def __init__(
         self,
         layout: TableLayout,
-        arenas: Sequence[Arena],
+        arenas: Sequence[Arena | TieredRows],
         group_arenas: Sequence[range],
         placement: Placement,
         tiers: Sequence[Tier],
@@ -57,6 +65,7 @@ class CpuEngine:
         self.layout = layout
         self._keyed = keyed
         self._arenas = list(arenas)
+        self._tiered = {number: rows for number, rows in enumerate(arenas) if isinstance(rows, TieredRows)}
         self._placement = placement
         self._tiers = tuple(tiers)
         self._groups: list[_GroupArenas] = []
@@ -65,7 +74,10 @@ class CpuEngine:
             is_single = len(numbers) == 1
             self._groups.append(_GroupArenas(group, numbers, is_single and is_undivided, is_single and are_slots))
         self._num_tables = len(layout.tables)
-        self._counts = np.zeros(self._num_tables, np.int64)
+        self._counts, self._disk_counts = np.zeros((2, self._num_tables), np.int64)
+        # Microseconds of lookups with all rows in memory, and of those that waited for the disk.
+        self._times_us = [deque[float](maxlen=KEPT_TIMES), deque[float](maxlen=KEPT_TIMES)]
+        self._mover = threading.Thread()
         self._counts_lock = threading.Lock()
         self.access = LookupSampler(layout)
         self._row_lock = RowLock()
@@ -87,7 +99,7 @@ class CpuEngine:
     def write_rows(self, table: int | tuple[int, ...], rows: Int64Array, stored: npt.NDArray[np.uint8]) -> int:
         """As `Engine.write_rows`."""
         by_table = self.layout.rows_by_table(table, rows, stored)
-        self._claim_pages([number for number, _ in by_table if self._tiers[number] == "mapped"], rows)
+        self._reserve([number for number, _ in by_table if self._tiers[number] == "disk"], rows)
         return sum(
             self.write_together([(number, rows[piece], of_table[piece]) for number, of_table in by_table])
             for piece in write_pieces(stored)
@@ -129,7 +141,11 @@ class CpuEngine:
         """
         arena, slots = self._placement.locate_rows(table, rows)
         spec = self.layout.tables[table]
-        return self._copied(np.unique(arena).tolist(), arena, slots, RowCodec(spec.dtype, spec.embedding_dim).row_bytes)
+        rows_of = list(cast("list[Arena | FetchedRows]", self._arenas))
+        for number, tiered in self._tiered.items():
+            rows_of[number] = tiered.fetch(slots[arena == number])
+        row_bytes = RowCodec(spec.dtype, spec.embedding_dim).row_bytes
+        return _copied(rows_of, np.unique(arena).tolist(), arena, slots, row_bytes)
 
     def _change_keys(self, writes: Sequence[RowWrite], calls: Sequence[Callable[[], object]]) -> None:
         self._row_lock.begin_write()
@@ -164,16 +180,12 @@ class CpuEngine:
             self._claim(now - before)
         self._private_bytes = total
 
-    def _claim_pages(self, tables: Sequence[int], rows: Int64Array) -> None:
-        """Claim the memory that pages of these mapped tables take once these rows of them are written."""
-        pages: list[tuple[Arena, Int64Array]] = []
-        for table in tables:
-            arenas, slots = self._placement.locate_rows(table, rows)
-            for number in np.unique(arenas[arenas != NOT_HERE]).tolist():
-                pages.append((self._arenas[number], self._arenas[number].shared_pages(slots[arenas == number])))
-        self._count_private(PAGE_BYTES * sum(numbers.size for _, numbers in pages))
-        for arena, numbers in pages:
-            arena.is_private[numbers] = True
+    def _reserve(self, tables: Sequence[int], rows: Int64Array) -> None:
+        """Make room in memory for rows of tables on disk. Raises MemoryBudgetError."""
+        located = [self._placement.locate_rows(table, rows) for table in tables]
+        with self._writing:
+            for number, tiered in self._tiered.items() if tables else ():
+                tiered.reserve(np.concatenate([at[arenas == number] for arenas, at in located]), self._count_private)
 
     def write_together(self, writes: Sequence[tuple[int, Int64Array, npt.NDArray[np.uint8]]]) -> int:
         """Replace rows of several tables, each with rows of its own, between the same two lookups.
@@ -181,7 +193,7 @@ class CpuEngine:
         Each write is a table, its rows, and these as stored, as `Engine.write_rows` takes them, and checked. Returns
         how many are here.
         """
-        parts: list[tuple[Arena, Int64Array, npt.NDArray[np.uint8]]] = []
+        parts: list[tuple[Arena | TieredRows, Int64Array, npt.NDArray[np.uint8]]] = []
         for table, rows, of_table in writes:
             arena, slots = self._placement.locate_rows(table, rows)
             for number in np.unique(arena).tolist():
@@ -190,8 +202,6 @@ class CpuEngine:
                     part = (slots, of_table) if chosen.all() else (slots[chosen], of_table[chosen])
                     parts.append((self._arenas[number], *part))
         with self._writing:
-            for of_arena, at, _ in parts:
-                of_arena.touch(at)
             self._row_lock.begin_write()
             try:
                 for of_arena, at, values in parts:
@@ -201,27 +211,31 @@ class CpuEngine:
         return sum(at.size for _, at, _ in parts)
 
     def _of_groups(
-        self, bags: Bags, work: Callable[[_GroupArenas, Bags, Int64Array], Of]
+        self, bags: Bags, work: Callable[[_GroupArenas, Bags, Int64Array, Rows], Of]
     ) -> tuple[list[Of], npt.NDArray[np.integer[Any]]]:
         """Check the bags, and call `work` with each group's, between two writes; return also which keys are missing."""
         self.layout.check(bags)
-        values_per_key = bags.values_per_key()
+        values_per_key, started_at = bags.values_per_key(), time.perf_counter()
         requested, missing = bags, cast("npt.NDArray[np.integer[Any]]", NONE_MISSING)
+        rows: Rows = self._fetched(bags, values_per_key) if self._tiered else cast("list[Arena]", self._arenas)
         self._row_lock.begin_read()
         try:
             if self._keyed is not None:
                 bags, missing = self._keyed.rows_of(bags, values_per_key)
             if len(self._groups) == 1:
-                results = [work(self._groups[0], bags, values_per_key)]
+                results = [work(self._groups[0], bags, values_per_key, rows)]
             else:
                 edges = zip(self._groups, group_keys(self.layout, bags), strict=True)
                 results = [
-                    work(group, _slice_keys(bags, first, end), values_per_key[first:end])
+                    work(group, _slice_keys(bags, first, end), values_per_key[first:end], rows)
                     for group, (_, first, end) in edges
                 ]
         finally:
             self._row_lock.end_read()
         with self._counts_lock:
+            if self._tiered:
+                has_waited = any(isinstance(each, FetchedRows) and each.is_cold.any() for each in rows)
+                self._times_us[has_waited].append((time.perf_counter() - started_at) * 1e6)
             if bags.keys.size == self._num_tables:
                 self._counts += values_per_key
             else:
@@ -229,33 +243,43 @@ class CpuEngine:
         self.access.observe(bags.keys, values_per_key, requested.values)
         return results, missing
 
+    def _fetched(self, bags: Bags, values_per_key: Int64Array) -> Rows:
+        """Read the rows that are on disk, which no write changes, and have rows move if an epoch is over."""
+        rows: list[Arena | FetchedRows] = list(cast("list[Arena]", self._arenas))
+        for group, (_, first, end) in zip(self._groups, group_keys(self.layout, bags), strict=True):
+            number = group.arenas[-1] if group.arenas else -1
+            if number not in self._tiered:
+                continue
+            of_group, counts = _slice_keys(bags, first, end), values_per_key[first:end]
+            arenas, at = self._placement.locate(of_group, counts)
+            is_tiered = arenas == number
+            fetched = rows[number] = self._tiered[number].fetch(at[is_tiered])
+            tables = of_group.keys.repeat(counts)[is_tiered][fetched.is_cold]
+            with self._counts_lock:
+                self._disk_counts += np.bincount(tables, minlength=self._num_tables)
+        due = [tiered for tiered in self._tiered.values() if tiered.is_due()]
+        if due and not self._mover.is_alive():
+            self._mover = threading.Thread(target=due[0].move, args=(self._writing, self._row_lock), daemon=True)
+            self._mover.start()
+        return rows
+
     def _answer_group(
-        self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array
+        self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array, rows: Rows
     ) -> tuple[Float32Array, StoredRows]:
         is_stored = travel_as_stored(group.group, values_per_key, bags.bags_per_key)
         if is_stored.all():
-            return np.empty((0, group.group.embedding_dim), np.float32), self._stored(group, bags, values_per_key)
+            return np.empty((0, group.group.embedding_dim), np.float32), self._stored(group, bags, values_per_key, rows)
         if not is_stored.any():
-            return self._pool_group(group, bags, values_per_key), np.empty((0, group.group.row_bytes), np.uint8)
+            return self._pool_group(group, bags, values_per_key, rows), np.empty((0, group.group.row_bytes), np.uint8)
         stored, others = bags.of_keys(is_stored), bags.of_keys(~is_stored)
-        sums = self._pool_group(group, others, others.values_per_key())
-        return sums, self._stored(group, stored, stored.values_per_key())
+        sums = self._pool_group(group, others, others.values_per_key(), rows)
+        return sums, self._stored(group, stored, stored.values_per_key(), rows)
 
-    def _stored(self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array) -> StoredRows:
+    def _stored(self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array, rows: Rows) -> StoredRows:
         """Copy the row of each value as it is stored, uint8 [n, row_bytes]."""
         if len(group.arenas) == 1:
-            return self._arenas[group.arenas[0]].take(self._slots(group, bags, values_per_key))
-        return self._copied(group.arenas, *self._placement.locate(bags, values_per_key), group.group.row_bytes)
-
-    def _copied(
-        self, numbers: Iterable[int], arena: npt.NDArray[np.uint16], slots: Int64Array, row_bytes: int
-    ) -> StoredRows:
-        """Copy rows that lie in arenas of these numbers, int64 [n] slots of each row's arena, uint16 [n]."""
-        rows = np.empty((slots.size, row_bytes), np.uint8)
-        for number in numbers:
-            chosen = (arena == number).nonzero()[0]
-            rows[chosen] = self._arenas[number].take(slots[chosen])
-        return rows
+            return rows[group.arenas[0]].take(self._slots(group, bags, values_per_key))
+        return _copied(rows, group.arenas, *self._placement.locate(bags, values_per_key), group.group.row_bytes)
 
     def _slots(self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array) -> Int64Array:
         if group.are_slots:
@@ -264,17 +288,17 @@ class CpuEngine:
             return self._placement.slots_of_undivided(bags, values_per_key)
         return self._placement.slots_in_arena(bags, values_per_key)
 
-    def _pool_group(self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array) -> Float32Array:
+    def _pool_group(self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array, rows: Rows) -> Float32Array:
         if len(group.arenas) == 1:
             slots = self._slots(group, bags, values_per_key)
-            return self._arenas[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
+            return rows[group.arenas[0]].pool(slots, bags.offsets, bags.weights)
         if not bags.num_bags:
             return np.zeros((0, group.group.embedding_dim), np.float32)
         arena, slots = self._placement.locate(bags, values_per_key)
         placed = Bags(bags.keys, bags.bags_per_key, bags.offsets, slots, bags.weights)
         parts = split(placed, arena, group.arenas)
         pooled = [
-            (part.bag_index, self._arenas[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))
+            (part.bag_index, rows[part.owner].pool(part.bags.values, part.bags.offsets, part.bags.weights))
             for part in parts
         ]
         share_no_bag = all(part.shares_no_bag for part in parts)
@@ -286,18 +310,31 @@ class CpuEngine:
         for arena in self._arenas:
             for card, size_bytes in arena.bytes_of_cards.items():
                 totals[card, arena.tier] = totals.get((card, arena.tier), 0) + size_bytes
-        if more := self._private_bytes + (0 if self._keyed is None else self._keyed.size_bytes):
+        more = self._private_bytes + sum(tiered.size_bytes for tiered in self._tiered.values())
+        if more := more + (0 if self._keyed is None else self._keyed.size_bytes):
             totals[0, "ram"] = totals.get((0, "ram"), 0) + more
         return tuple(MemoryUse(card, tier, size) for (card, tier), size in sorted(totals.items()))
 
     def rows_looked_up(self) -> tuple[LookupCount, ...]:
         """As `Engine.rows_looked_up`."""
         with self._counts_lock:
-            counts = self._counts.tolist()
+            counts, on_disk = self._counts.copy(), self._disk_counts.copy()
+        by_tier: dict[Tier, Int64Array] = {"ram": counts - on_disk, "disk": on_disk}
         return tuple(
-            LookupCount(table.name, tier, count)
-            for table, tier, count in zip(self.layout.tables, self._tiers, counts, strict=True)
+            LookupCount(table.name, tier, int(rows[number]))
+            for number, table in enumerate(self.layout.tables)
+            for tier, rows in by_tier.items()
+            if tier in ("ram", self._tiers[number])
         )
+
+    def disk_use(self) -> DiskUse | None:
+        """As `Engine.disk_use`."""
+        if not self._tiered:
+            return None
+        with self._counts_lock:
+            times = [np.percentile(list(times) or [0.0], [50, 99]).tolist() for times in self._times_us]
+        counts = np.sum([tiered.files.counts() for tiered in self._tiered.values()], axis=0)
+        return DiskUse(*counts.tolist(), *times[0], *times[1])
 
     def cards(self) -> CardsUse | None:
         """Return None: it pools on the CPU."""
@@ -305,11 +342,24 @@ class CpuEngine:
 
     def close(self) -> None:
         """As `Engine.close`."""
+        if self._mover.is_alive():
+            self._mover.join()
         arenas, self._arenas = self._arenas, []
         for arena in arenas:
             arena.free()
         if self._keyed is not None:
             self._keyed.close()
+
+
+def _copied(
+    rows: Rows, numbers: Iterable[int], arena: npt.NDArray[np.uint16], slots: Int64Array, row_bytes: int
+) -> StoredRows:
+    """Copy rows that are in arenas of these numbers, int64 [n] slots of each row's arena, uint16 [n]."""
+    stored = np.empty((slots.size, row_bytes), np.uint8)
+    for number in numbers:
+        chosen = (arena == number).nonzero()[0]
+        stored[chosen] = rows[number].take(slots[chosen])
+    return stored
 
 
 def _slice_keys(bags: Bags, first: int, end: int) -> Bags:

@@ -27,15 +27,15 @@ def prepare_load(
 ) -> TableLoad:
     """Prepare the load of a partition, onto cards if there are any; `plan_digest` is of the plan it was cut from.
 
-    `memory_budget_bytes` is RAM that rows may take: tables that do not fit stay in the mapped snapshot, the largest
-    first; where there are cards, it is what may be pinned for them. None: everything goes to RAM. `observed` is how
-    often rows of the version before were looked up, for cards, where the snapshot does not say.
+    `memory_budget_bytes` is RAM that rows may take: of tables beyond it the hottest rows are there, the others on disk;
+    where there are cards, it is what may be pinned for them. None: everything goes to RAM. `observed` is how often rows
+    of the version before were looked up, where the snapshot does not say.
 
     Raises InvalidBagsError if the partition is for another model, or another number of cards, MemoryBudgetError if the
     cards can't hold it in any way.
     """
     if card_set is None:
-        return ArenaLoad(snapshot, partition, plan_digest, memory_budget_bytes)
+        return ArenaLoad(snapshot, partition, plan_digest, memory_budget_bytes, observed)
     # A node without cards loads nothing of what they need.
     from shard_node.cuda.card_loading import CardTableLoad
 

@@ -65,19 +65,20 @@ def _control_groups(root: Path) -> list[tuple[int | None, int]]:
     return found
 
 
-def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Literal["ram", "mapped"]]:
-    """Choose the tables that stay in the mapped snapshot: the largest, until the others fit the budget.
+def choose_tiers(table_bytes: Sequence[int], budget_bytes: int | None) -> list[Literal["ram", "disk"]]:
+    """Choose the tables that are in RAM: all if they fit the budget, else the smallest that fit half of it.
 
-    The largest tables are looked up the least per byte. Ties go to the later table.
+    The largest tables are looked up the least per byte; the other half is for the hottest rows of these, which are on
+    disk. Of tables alike the first ones are in RAM.
     """
-    total = sum(table_bytes)
-    tiers: list[Literal["ram", "mapped"]] = ["ram"] * len(table_bytes)
-    budget_bytes = total if budget_bytes is None else budget_bytes
-    for number in sorted(range(len(table_bytes)), key=lambda number: (table_bytes[number], number), reverse=True):
-        if total <= budget_bytes:
-            break
-        tiers[number] = "mapped"
-        total -= table_bytes[number]
+    tiers: list[Literal["ram", "disk"]] = ["ram"] * len(table_bytes)
+    if budget_bytes is None or (left := budget_bytes) >= sum(table_bytes):
+        return tiers
+    left //= 2
+    for number in sorted(range(len(table_bytes)), key=lambda number: (table_bytes[number], number)):
+        left -= table_bytes[number]
+        if left < 0:
+            tiers[number] = "disk"
     return tiers
 
 
@@ -142,7 +143,7 @@ class RowMemory:
                 raise MemoryBudgetError(
                     f"rows take {size_bytes} bytes, but {available} are available and {self.reserve_bytes} are kept "
                     f"free; versions that are here take {claimed - filling}, others that are being staged {filling}. "
-                    "Give a (smaller) memory budget to leave the largest tables in the mapped snapshot, "
+                    "Give a (smaller) memory budget to leave rows of the largest tables on disk, "
                     "or roll replica by replica"
                 )
             if into is None:

@@ -33,7 +33,7 @@ def measured_rows_per_s(layout: TableLayout, values: Sequence[float], bags: Sequ
         num_rows = sum(table.num_embeddings for table in layout.tables[tables])
         rows = allocate_rows(max(1, min(num_rows, max_bytes // group.row_bytes)), group.row_bytes)
         rows.fill(ROW_BYTE)
-        arena = Arena(group.dtype, group.embedding_dim, rows, {}, "ram")
+        arena = Arena(group.dtype, group.embedding_dim, rows, {})
         offsets = np.arange(0, CALL_IDS + 1, min(CALL_IDS, max(1, round(lookups / sum(bags[tables])))))
         times = []
         for _ in range(CALLS):

@@ -35,7 +35,7 @@ REMOTE = {
     "1x1": Topology(),
     "2x2": Topology(shards=2, cards=2),
     "3x1 with two replicas": Topology(shards=3, replicate_bytes=4096, replicas=2),
-    "partly mapped 2x1": Topology(shards=2, memory_budget_bytes=8000),
+    "partly on disk 2x1": Topology(shards=2, memory_budget_bytes=8000),
 }
 KINDS = [("mixed", None), ("range", None), *(("mixed", dtype) for dtype in ("int8", "int4", "fp16", "fp32"))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import shutil
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from loader.errors import DeadlineExceededError, UnavailableError
 from loader.snapshot.reader import Snapshot
 from router.shard import STALE_S
 from shard_node.answer import Answer
+from shard_node.bags import Bags
 from shard_node.engine.loading import load_tables
 from shard_node.freshness import FORKED_AGE_MS, FreshnessBound
 from shard_node.node import ShardNode
@@ -465,3 +467,26 @@ async def test_each_attempt_of_a_traced_lookup_has_a_span(fleet):
     (pooled,) = node_spans.spans
     assert pooled.parent == answered.context
     assert answered.began <= pooled.began <= pooled.ended <= answered.ended
+
+
+async def test_a_node_whose_disk_fails_answers_503_and_its_replica_is_asked(fleet, tmp_path):
+    """The error names the file; a lookup fails once no replica has the row."""
+    rows = np.arange(SPEC.tables[0].num_embeddings)
+    bags = Bags.from_lengths(np.array([0], np.int32), np.array([rows.size]), np.ones(rows.size, np.int64), rows)
+    for number in range(2):
+        snapshot = Snapshot.open(shutil.copytree(fleet.snapshot.path, tmp_path / f"disk-{number}" / SPEC.model / "1"))
+        await fleet.start(number, node=make_node(snapshot, PLAN, 0, memory_budget_bytes=0))
+    shard, expected = await fleet.connected(0, 1), fleet.node().pool(SPEC.model, 1, bags)
+
+    async def look_up() -> Answer:
+        return await shard.pool(SPEC.model, 1, bags, time.monotonic() + 30)
+
+    for number in range(2):
+        for _ in range(4):
+            np.testing.assert_array_equal((await look_up()).sums[0], expected[0])
+        (file,) = (tmp_path / f"disk-{number}").rglob("rows-*")
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size - 64)
+    assert "rows_unreadable" in fleet.events
+    with raises_kind("shard_unavailable", match=r"rows_unreadable: .*rows-\S+: the row at byte \d+"):
+        await look_up()

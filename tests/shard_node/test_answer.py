@@ -55,7 +55,7 @@ def nodes(tmp_path_factory) -> Iterator[list[ShardNode]]:
         plan = Plan.make(SPEC, cards_per_shard=cards)
         tables = load_tables(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=budget)
         nodes.append(node_over(tables.engine, plan))
-    assert {use.tier for use in nodes[2].info().memory} == {"ram", "mapped"}
+    assert {use.tier for use in nodes[2].info().memory} == {"ram", "disk"}
     yield nodes
     for node in nodes:
         node.close()

@@ -139,7 +139,7 @@ def test_a_plan_for_cpus_has_the_bytes_of_the_engine(tmp_path: Path, shards: int
     part = Plan.of_snapshot(snapshot, shards, replicate_bytes=2000).partition(plan.shard_index)
     loaded = load_tables(snapshot, part, "", memory_budget_bytes=ram_bytes)
     by_tier = {use.tier: use.size_bytes for use in loaded.engine.memory()}
-    assert (plan.ram_bytes, plan.disk_bytes) == (by_tier["ram"], by_tier.get("mapped", 0))
+    assert (plan.ram_bytes, plan.disk_bytes) == (by_tier["ram"], by_tier.get("disk", 0))
     assert [table.tier for table in plan.tables] == [count.tier for count in loaded.engine.rows_looked_up()]
     assert plan.fits_in_ram == (ram_bytes == 10**6)
 

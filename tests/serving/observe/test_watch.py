@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from router.shard_client import ShardClient
-from serving.api.node_port import running_node_port
+from serving.api.node_port import NodeMetrics, running_node_port
 from serving.embedded import ModelSource, load_served_model
 from serving.rank.service import RankingService
 from serving.versions.loaded_version import LoadedVersion, LoadOptions
@@ -25,7 +26,7 @@ from shard_node.errors import GenerationNotFoundError
 from shard_node.node import DeltaPosition, LocalShard, ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.server import NodeServer
-from shardrank_testing.bags import random_table_bags
+from shardrank_testing.bags import bags_of, random_table_bags
 from shardrank_testing.card_engines import options_for
 from shardrank_testing.emulated_cards import EmulatedCards
 from shardrank_testing.nodes import pool
@@ -223,6 +224,24 @@ def test_a_node_tells_its_requests_errors_connections_and_rows(tmp_path: Path) -
 
     asyncio.run(program())
     node.close()
+
+
+def test_a_node_with_rows_on_disk_tells_reads_and_times_by_tier(tmp_path: Path) -> None:
+    spec = one_table_spec(100)
+    snapshot, plan = Snapshot.open(write_snapshot(tmp_path, spec, seed=1)[0]), Plan.make(spec)
+    with contextlib.closing(ShardNode(plan.identity(0))) as node:
+        tables = load_tables(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=0)
+        node.generations.stage(spec.model, 1, tables)
+        node.pool(spec.model, 1, bags_of({0: [[3, 4], [4]]}))
+        text = NodeMetrics(node).render().decode()
+    where = f'{{model="{spec.model}",replica="",shard="0",version="1"'
+    assert f"shardrank_disk_reads_total{where}}} 2.0" in text
+    assert f"shardrank_disk_read_failures_total{where}}} 0.0" in text
+    pattern = r'^shardrank_lookup_tier_seconds\{.*quantile="([^"]*)".*tier="([^"]*)".*\} (.*)$'
+    times = re.findall(pattern, text, re.MULTILINE)
+    assert sorted((tier, quantile, float(time_s) > 0) for quantile, tier, time_s in times) == [
+        (tier, quantile, tier == "disk") for tier in ("disk", "ram") for quantile in ("0.5", "0.99")
+    ]
 
 
 def test_a_node_whose_cards_have_failed_says_so_beside_all_that_is_known(tmp_path: Path) -> None:

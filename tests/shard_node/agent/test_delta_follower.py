@@ -348,7 +348,7 @@ async def test_catching_up_ends_where_the_stream_has_lost_its_end(scene):
 
 
 async def test_a_follower_without_memory_waits_for_it(scene, caplog):
-    """Rows of mapped tables need memory for the pages that are changed."""
+    """Rows on disk need memory once they are changed."""
     free_bytes = CLAIM_BYTES - 1
     plan, memory = Plan.make(SPEC), RowMemory(available=lambda: free_bytes, reserve_bytes=0)
     load = prepare_load(scene.snapshot, plan.partition(0), plan.digest, memory_budget_bytes=0)

@@ -71,7 +71,7 @@ async def test_rows_of_a_forked_stream_are_replaced(under, beside, tmp_path, mon
     await catch_up(under.fleet, "films", 1, expected)
     bags = random_table_bags(np.random.default_rng(5), expected.engine.layout, 400, 5)
     for actual, wanted in zip(under.node.pool("films", 1, bags), expected.engine.pool(bags), strict=True):
-        np.testing.assert_array_equal(actual, wanted)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
     assert "has delta 3" in caplog.text
     assert ("is to be staged anew" in caplog.text) == (not beside)
     (served,) = under.node.info().versions

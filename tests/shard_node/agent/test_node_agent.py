@@ -366,7 +366,7 @@ def test_a_bit_flip_anywhere_in_a_row_file_is_refused(copy, data):
     assert memory.held_bytes == 0
 
 
-@pytest.mark.parametrize("budget", [None, 0], ids=["in ram", "left in mapped files"])
+@pytest.mark.parametrize("budget", [None, 0], ids=["in ram", "on disk"])
 def test_a_row_with_a_nan_scale_is_refused_by_name(copy, budget):
     # Of table film, dim 16 in int8: the scale is bytes 16 to 20 of a row of 24.
     (path,) = (copy / "tables" / "film").iterdir()

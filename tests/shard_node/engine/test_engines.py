@@ -15,6 +15,7 @@ from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.answer import add_answers
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
+from shard_node.engine.tiered_rows import SLOT_BYTES
 from shard_node.errors import InvalidBagsError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags
@@ -117,7 +118,10 @@ def test_memory_is_reported_by_card_and_tier(tmp_path: Path):
     assert sum(use.size_bytes for use in OnCpu(2).load(snapshot).memory()) == total
     kept = OnCpu(1, (total - 1) / snapshot.float32_bytes).load(snapshot).memory()
     sizes = {(use.card, use.tier): use.size_bytes for use in kept}
-    assert sizes == {(0, "ram"): total - 1024 * 72, (0, "mapped"): 1024 * 72}
+    # The tables that fit half of the budget, and as many rows of the largest as fit what is left.
+    in_ram = total - 1024 * 72
+    slots = (total - 1 - in_ram) // (72 + SLOT_BYTES)
+    assert sizes == {(0, "ram"): in_ram + slots * (72 + SLOT_BYTES), (0, "disk"): 1024 * 72}
 
 
 @pytest.mark.parametrize("lengths", [(5, 0, 40, 1, 13), (5, 0, 0, 6, 1, 7, 7, 3, 0, 9, 2, 0)], ids=["long", "short"])

@@ -99,7 +99,7 @@ class OnCpu:
 
     Attributes:
         num_cards: over how many its rows are divided.
-        in_ram: the fraction of the float32 rows' bytes that there is RAM for; tables that do not fit are mapped.
+        in_ram: the fraction of the float32 rows' bytes that there is RAM for; the others are on disk.
         sharding: of tables over cards; None: as the tables are stored.
     """
 

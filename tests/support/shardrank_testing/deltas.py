@@ -38,6 +38,7 @@ from router.plan import Plan
 from shard_node.agent.delta_follower import DeltaFollower
 from shard_node.cuda.card_engine import CardEngine
 from shard_node.cuda.card_set import CardSet
+from shard_node.engine.arena import NOT_HERE
 from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.loading import load_tables
 from shard_node.node import LoadedTables
@@ -144,7 +145,7 @@ def load_version(
     shard: int = 0,
     card_set: CardSet | None = None,
 ):
-    """Its tables on a node of so many cards; tables above `budget` bytes stay mapped."""
+    """Its tables on a node of so many cards; rows beyond `budget` bytes are on disk."""
     if card_set is not None:
         cards = len(card_set.cards.cards)
     sharding = "table" if shards > 1 else "hash"
@@ -167,12 +168,9 @@ def stored_rows(engine: CpuEngine | CardEngine, table: str) -> npt.NDArray[np.ui
         return rows_on_cards(engine, number)
     spec = engine.layout.tables[number]
     rows = np.arange(spec.num_embeddings, dtype=np.int64)
-    arena, slots = engine._placement.locate_rows(number, rows)
+    is_local = engine._placement.locate_rows(number, rows)[0] != NOT_HERE
     out = np.zeros((rows.size, RowCodec(spec.dtype, spec.embedding_dim).row_bytes), np.uint8)
-    for index, one in enumerate(engine._arenas):
-        here = arena == index
-        if here.any():
-            out[here] = one._bytes[slots[here]]
+    out[is_local] = engine.read_rows(number, rows[is_local])
     return out
 
 

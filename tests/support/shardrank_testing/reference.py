@@ -111,6 +111,9 @@ class ReferenceEngine:
         """As `Engine.access`, of every batch."""
         return self._access
 
+    def disk_use(self) -> None:
+        """Return None: all rows are in memory."""
+
     def cards(self) -> CardsUse | None:
         """None: it pools on the CPU."""
         return None

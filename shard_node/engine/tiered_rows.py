@@ -1,0 +1,251 @@
+"""Rows of one width that memory has no room for: the hottest in an arena, all others in the snapshot's files.
+
+A hash index tells which rows are in the arena; they move between epochs, by how often they were looked up. Rows that
+deltas wrote stay in the arena until the next snapshot has them: the files never change, so what is not in the arena is
+as the snapshot has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.access_counts import AccessCounter
+from loader.memory import allocate_rows
+from loader.snapshot.tables import RowDtype
+from shard_node.bags import Bags, Float32Array, Int64Array
+from shard_node.engine.arena import Arena
+from shard_node.engine.base import Tier
+from shard_node.engine.kernels import as_tensor, pool_rows
+from shard_node.engine.key_index import ABSENT, ENTRY_BYTES, MAX_LOAD, KeyIndex
+from shard_node.engine.row_files import RowFiles
+from shard_node.errors import RowReadError
+from shard_node.generation import RowLock
+from shard_node.split import add, split
+
+logger = logging.getLogger(__name__)
+
+SLOT_BYTES: Final = int(ENTRY_BYTES / MAX_LOAD) + 19
+"""Of memory for each row in the arena beside the row: index, position, lookups, mark, counts of others on disk."""
+MIN_EPOCH: Final = 1 << 16
+"""Lookups of rows on disk after which rows may move; a quarter of the arena's rows, if that is more."""
+MOVED_ROWS: Final = 1024
+"""That change places between two lookups."""
+ADVANTAGE: Final = 1.25
+"""How much more often a row on disk must have been looked up than one in the arena to take its slot."""
+IDLE_FACTOR: Final = 10
+"""Of the time that the moves of an epoch took, for which none begin."""
+_ONE_TABLE: Final = np.zeros(1, np.int32)
+
+
+class TieredRows:
+    """Rows by their positions in files. Lookups may run in any thread, between two changes.
+
+    Args:
+        dtype, embedding_dim: of the rows.
+        files: all rows.
+        hottest: positions that begin in the arena, int64 [n], ascending; `load` writes their rows.
+        card: that `bytes_of_cards` counts the rows for.
+
+    Attributes:
+        bytes_of_cards: bytes of the rows on disk, by card.
+    """
+
+    tier: Tier = "disk"
+
+    def __init__(
+        self,
+        dtype: RowDtype,
+        embedding_dim: int,
+        row_bytes: int,
+        files: RowFiles,
+        hottest: Int64Array,
+        card: int,
+    ) -> None:
+        self.dtype: RowDtype = dtype
+        self.embedding_dim, self.files = embedding_dim, files
+        self.bytes_of_cards = {card: files.num_rows * row_bytes}
+        self._slot_bytes = row_bytes + SLOT_BYTES
+        # Address space for all rows: memory is used by those that come.
+        self._rows = allocate_rows(max(1, files.num_rows), row_bytes, is_reserved=True)
+        self.arena = Arena(dtype, embedding_dim, self._rows, {})
+        self._num_used = self._capacity = hottest.size
+        self._index = KeyIndex([hottest.size])
+        self._index.insert(0, hottest, np.arange(hottest.size))
+        self._position_of = hottest.copy()
+        self._hits = np.zeros(hottest.size, np.uint32)
+        self._is_pinned = np.zeros(hottest.size, np.bool_)
+        self.size_bytes = hottest.size * self._slot_bytes
+        epoch = max(MIN_EPOCH, hottest.size // 4)
+        self._missed = AccessCounter(epoch, epoch, epoch)
+        self._moving, self._next_move_at = threading.Lock(), 0.0
+
+    def load(self, first: int, stored: npt.NDArray[np.uint8]) -> None:
+        """Fill the slots of rows from position `first` on, uint8 [n, row_bytes], before anything is looked up."""
+        begin, end = self._position_of.searchsorted([first, first + len(stored)])
+        self._rows[begin:end] = stored[self._position_of[begin:end] - first]
+
+    def fetch(self, positions: Int64Array) -> FetchedRows:
+        """Read those of the rows, int64 [n], that are not in the arena. Rows may change meanwhile.
+
+        Raises RowReadError.
+        """
+        positions = positions.astype(np.int64, copy=False)
+        is_cold = self.find(positions) == ABSENT
+        return FetchedRows(self, is_cold, np.unique(positions[is_cold]))
+
+    def find(self, positions: Int64Array) -> Int64Array:
+        """Return the slot of each row in the arena, int64 [n]; `ABSENT` for one on disk."""
+        return self._index.find(_ONE_TABLE, np.array([positions.size]), positions)
+
+    def looked_up(self, slots: Int64Array, cold: Int64Array) -> None:
+        """Count lookups of slots, and of positions on disk, if there is room for them."""
+        # Threads may overwrite each other's counts: then a few are missing.
+        np.add.at(self._hits, slots, 1)
+        if not self._missed.is_full:
+            self._missed.add(cold)
+
+    def reserve(self, positions: Int64Array, claim: Callable[[int], object]) -> None:
+        """Make room for rows that will be written, int64 [n], by one thread at a time.
+
+        `claim` claims bytes of memory for more slots, or raises MemoryBudgetError.
+        """
+        needed = self._num_used + int((self.find(np.unique(positions)) == ABSENT).sum())
+        if needed <= self._capacity:
+            return
+        capacity = min(max(needed, self._capacity * 5 // 4 + 1024), self.files.num_rows)
+        claim((capacity - self._capacity) * self._slot_bytes)
+        index, used = KeyIndex([capacity]), np.arange(self._num_used)
+        index.insert(0, self._position_of[used], used)
+        self._position_of, self._hits = np.resize(self._position_of, capacity), np.resize(self._hits, capacity)
+        self._is_pinned = np.resize(self._is_pinned, capacity)
+        # Lookups find the same in both.
+        self._index, self._capacity = index, capacity
+
+    def write(self, positions: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
+        """Replace rows at int64 [n], none twice, by uint8 [n, row_bytes]; they stay in memory. No lookup may run."""
+        slots = self.find(positions)
+        new = (slots == ABSENT).nonzero()[0]
+        assert self._num_used + new.size <= self._capacity, "`reserve` comes first"
+        slots[new] = np.arange(self._num_used, self._num_used + new.size)
+        self.arena.write(slots, np.ascontiguousarray(stored))
+        self._index.insert(0, positions[new], slots[new])
+        self._position_of[slots[new]], self._hits[slots[new]] = positions[new], 0
+        self._is_pinned[slots] = True
+        self._num_used += new.size
+
+    def is_due(self) -> bool:
+        """Return whether an epoch of lookups is over, and no rows move."""
+        return self._missed.is_full and not self._moving.locked() and time.monotonic() >= self._next_move_at
+
+    def move(self, writing: threading.Lock, row_lock: RowLock) -> None:
+        """Give rows that were looked up the most in the last epochs the slots of those that were the least."""
+        if not self._moving.acquire(blocking=False):
+            return
+        started_at = time.monotonic()
+        try:
+            counted = self._missed.fold()
+            is_cold = self.find(counted.keys) == ABSENT
+            keys, counts = counted.keys[is_cold], counted.counts[is_cold]
+            order = np.argsort(-counts, kind="stable")
+            free = (~self._is_pinned[: self._num_used]).nonzero()[0]
+            coldest = free[np.argsort(self._hits[free], kind="stable")][: order.size]
+            gains = counts[order[: coldest.size]] > ADVANTAGE * self._hits[coldest] + 1
+            count = int(gains.size if gains.all() else gains.argmin())
+            for begin in range(0, count, MOVED_ROWS):
+                piece = slice(begin, min(begin + MOVED_ROWS, count))
+                with writing:
+                    self._swap(keys[order[piece]], counts[order[piece]], coldest[piece], row_lock)
+            with writing:
+                self._hits >>= 1
+            logger.debug("%d rows moved to memory", count)
+        except RowReadError as error:
+            logger.warning("rows stay where they are: %s", error)
+        finally:
+            now = time.monotonic()
+            self._next_move_at = now + IDLE_FACTOR * (now - started_at)
+            self._moving.release()
+
+    def _swap(self, positions: Int64Array, counts: npt.NDArray[np.generic], slots: Int64Array, lock: RowLock) -> None:
+        # Deltas may have come since.
+        may_move = (self.find(positions) == ABSENT) & ~self._is_pinned[slots]
+        positions, counts, slots = positions[may_move], counts[may_move], slots[may_move]
+        stored = self.files.read(positions)
+        lock.begin_write()
+        try:
+            self._index.remove(0, self._position_of[slots])
+            self._index.insert(0, positions, slots)
+            self.arena.write(slots, stored)
+            self._position_of[slots], self._hits[slots] = positions, counts
+        finally:
+            lock.end_write()
+
+    def free(self) -> None:
+        """Close the files and give the memory back, once no rows move. Nobody may need them."""
+        with self._moving:
+            self._next_move_at = float("inf")
+            self.files.close()
+            self.arena.free()
+            self._index.free()
+
+
+class FetchedRows:
+    """What one batch looks up of tiered rows, with what it has read of them from disk.
+
+    `is_cold`, bool [n], tells which of the batch's rows were not in the arena; `cold` are their positions, ascending,
+    none twice.
+    """
+
+    def __init__(self, rows: TieredRows, is_cold: npt.NDArray[np.bool_], cold: Int64Array) -> None:
+        self._tiered, self.is_cold, self._cold = rows, is_cold, cold
+        self._stored = rows.files.read(cold)
+
+    def take(self, positions: Int64Array) -> npt.NDArray[np.uint8]:
+        """Copy rows as they are stored, uint8 [n, row_bytes], of int64 [n] positions. No row may change meanwhile."""
+        slots, is_cold = self._slots(positions)
+        rows = self._tiered.arena.take(np.where(is_cold, 0, slots))
+        rows[is_cold] = self._stored[slots[is_cold]]
+        return rows
+
+    def pool(self, positions: Int64Array, offsets: Int64Array, weights: Float32Array | None) -> Float32Array:
+        """Sum the rows of each bag, as `Arena.pool`. No row may change meanwhile."""
+        slots, is_cold = self._slots(positions)
+        if not is_cold.any():
+            return self._tiered.arena.pool(slots, offsets, weights)
+        bags = Bags(_ONE_TABLE, np.array([offsets.size - 1]), offsets.astype(np.int64, copy=False), slots, weights)
+        parts = split(bags, is_cold.view(np.uint8), range(2))
+        pooled = [
+            (part.bag_index, self._pool(part.owner == 1, part.bags.values, part.bags.offsets, part.bags.weights))
+            for part in parts
+        ]
+        share_no_bag = all(part.shares_no_bag for part in parts)
+        return add(pooled, bags.num_bags, self._tiered.embedding_dim, share_no_bag=share_no_bag)
+
+    def _pool(
+        self, is_cold: bool, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None
+    ) -> Float32Array:
+        if not is_cold:
+            return self._tiered.arena.pool(slots, offsets, weights)
+        dtype = self._tiered.dtype
+        return pool_rows(dtype, as_tensor(dtype, self._stored), slots, offsets, weights)
+
+    def _slots(self, positions: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Return where each row is: its slot in the arena, or, of those that are cold, its place in what was read."""
+        positions = positions.astype(np.int64, copy=False)
+        slots = self._tiered.find(positions)
+        is_cold = slots == ABSENT
+        cold = positions[is_cold]
+        at = self._cold.searchsorted(cold)
+        if cold.size and not (self._cold.size and (self._cold.take(at, mode="clip") == cold).all()):
+            # Rows that were in the arena when these were read, and had to go since.
+            self._cold = np.unique(cold)
+            self._stored, at = self._tiered.files.read(self._cold), self._cold.searchsorted(cold)
+        slots[is_cold] = at
+        self._tiered.looked_up(slots[~is_cold], cold)
+        return slots, is_cold
