@@ -9,9 +9,8 @@ to 500 bags of 0 to twice the mean ids, drawn alike from all rows; each is looke
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from typing import Any, get_args
 
 import click
 import numpy as np
-import psutil
 
 from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.manifest import ModelSpec
@@ -33,10 +31,10 @@ from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan
 from router.planning.inputs import CapacityOptions, CpuNode, LookupProfile, NetworkOptions
 from router.planning.tables import TablePlanner
 from router.router import Router
+from serving.cli.plan import ROWS_PER_S
 from serving.fleet.supervisor import shardrank_command
 from shard_node.answer import ReplyEncoding, SumFormat
 from shard_node.bags import Bags, Float32Array
-from shard_node.engine.pooling_rate import measured_rows_per_s
 from shard_node.wire.address import Address
 
 REQUESTS, MIN_BAGS, MAX_BAGS = 64, 50, 500
@@ -88,9 +86,7 @@ def ways_over(shards: int) -> dict[str, Way]:
 
 
 @contextlib.contextmanager
-def fleet_of(
-    snapshot: Snapshot, file: PlanFile, runner: Any, folder: Path
-) -> Iterator[tuple[Router, list[psutil.Process]]]:
+def fleet_of(snapshot: Snapshot, file: PlanFile, runner: Any, folder: Path) -> Iterator[tuple[Router, Sequence[int]]]:
     """Run a node for each shard of a plan; yield a router over them, and the processes of the nodes."""
     folder.mkdir()
     (plan_path := folder / "plan.json").write_text(file.to_json())
@@ -113,7 +109,7 @@ def fleet_of(
     with running("nodes", commands, why_not_ready) as process_ids:
         plan = Plan.of_file(snapshot.spec, file, file.num_shards, 1)
         router = harness.make_router(snapshot, plan, harness.remote_shards(snapshot, plan, addresses))
-        yield router, [psutil.Process(number) for number in process_ids]
+        yield router, process_ids
         runner.run(router.close())
 
 
@@ -138,13 +134,15 @@ async def check_sums(router: Router, request: Bags, rows: Float32Array, forms: R
 
 
 def measured(
-    runner: Any, router: Router, nodes: Sequence[psutil.Process], requests: Sequence[Bags], seconds: float,
+    runner: Any, router: Router, nodes: Sequence[int], requests: Sequence[Bags], seconds: float,
     forms: ReplyEncoding, _: int,
 ) -> dict[str, float]:  # fmt: skip
     """Look up all requests, one after the other, again and again for some seconds."""
 
     def nodes_cpu_s() -> float:
-        return sum(sum(node.cpu_times()[:2]) for node in nodes)
+        tasks = [task for node in nodes for task in Path(f"/proc/{node}/task").iterdir()]
+        # Nanoseconds; the times of `/proc/PID/stat` are in hundredths of a second.
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     async def look_up() -> dict[str, float]:
         times, wire = list[float](), np.zeros(5)
@@ -171,10 +169,10 @@ def measured(
     return values
 
 
-def planned(spec: ModelSpec, shards: int, hotness: int, rows_per_s: float) -> str:
-    """Return how `shardrank plan --out` would divide the table between CPUs that can't hold all of it."""
+def planned(spec: ModelSpec, shards: int, hotness: int) -> str:
+    """Return how `shardrank plan --out` divides the table over CPUs that can't hold all of it."""
     ram_gb = ROOM * table_bytes(spec.tables[0]) / shards / 1e9
-    node = CpuNode.of(cores=1, ram_gb=ram_gb, disk_gb=0, rows_per_s=rows_per_s)
+    node = CpuNode.of(cores=1, ram_gb=ram_gb, disk_gb=0, rows_per_s=ROWS_PER_S)
     fleet = CapacityOptions(
         system=node, cards=1, card_memory_gb=ram_gb, pinned_memory_gb=0, shards=shards,
         candidates=(MIN_BAGS + MAX_BAGS) // 2, network=NetworkOptions(gb_per_s=12.5, latency_us=20),
@@ -188,38 +186,34 @@ def planned(spec: ModelSpec, shards: int, hotness: int, rows_per_s: float) -> st
 
 def measure_fleets(
     bench: harness.Bench,
-    rows: int,
-    dim: int,
+    tables: harness.UniformTables,
+    snapshots: Mapping[int, Snapshot],
     shards: int,
     hotnesses: Sequence[int],
     seconds: float,
     forms: ReplyEncoding,
 ) -> dict[str, str]:
     """Compare the ways of one table over so many shards; return what is planned, by title."""
-    tables, chosen = harness.UniformTables(1, rows, dim), dict[str, str]()
+    chosen = dict[str, str]()
     with ExitStack() as stack:
         fleets = {}
         for name, way in ways_over(shards).items():
-            folder = bench.folder / f"{dim}-{shards}-{name}"
-            dims = (dim // way.slices,) * way.slices if way.slices > 1 else ()
-            snapshot = tables.export(folder, {"column_dims": dims})
+            snapshot, folder = snapshots[way.slices], bench.folder / f"{tables.embedding_dim}-{shards}-{name}"
             file = way.plan_file(snapshot.spec, shards)
-            router, nodes = stack.enter_context(fleet_of(snapshot, file, bench.runner, folder / "nodes"))
-            fleets[name] = (router, nodes)
-        undivided = harness.UniformTables(1, rows, dim).export(bench.folder / f"{dim}-{shards}")
+            fleets[name] = stack.enter_context(fleet_of(snapshot, file, bench.runner, folder))
         cells = []
         for hotness in hotnesses:
-            requests, title = drawn_requests(rows, hotness), f"dim {dim}, {shards} shards, {hotness} ids a bag"
+            requests, title = (
+                drawn_requests(tables.rows, hotness),
+                f"dim {tables.embedding_dim}, {shards} shards, {hotness} ids a bag",
+            )
             for router, _ in fleets.values():
                 bench.runner.run(check_sums(router, requests[0], tables.all_rows(), forms))
             subjects = {
                 name: partial(measured, bench.runner, *fleet, requests, seconds, forms)
                 for name, fleet in fleets.items()
             }
-            layout, bags = next(iter(fleets.values()))[0].plan.layout, 100
-            rate = measured_rows_per_s(layout, [bags * hotness], [bags], 1 << 30)
-            choices = {speed: planned(undivided.spec, shards, hotness, speed) for speed in (20e6, rate)}
-            chosen[title] = "; ".join(f"at {speed / 1e6:.1f} M rows/s {choice}" for speed, choice in choices.items())
+            chosen[title] = planned(snapshots[1].spec, shards, hotness)
             cells.append(harness.BenchTable(title, MEASURES, subjects, {"planned": chosen[title]}))
         bench.run(cells)
     return chosen
@@ -228,8 +222,8 @@ def measure_fleets(
 @click.option("--rows", default=200_000, help="Of the table.")
 @click.option("--dim", "dims", default=(512, 1024), multiple=True, help="Of the table's rows.")
 @click.option("--shards", "counts", default=(2, 4), multiple=True, help="Nodes.")
-@click.option("--hotness", "hotnesses", default=(1, 20), multiple=True, help="Ids in a bag, in the mean.")
-@click.option("--seconds", default=2.5, help="Of one measurement of one way.")
+@click.option("--hotness", "hotnesses", default=(1, 5, 20), multiple=True, help="Ids in a bag, in the mean.")
+@click.option("--seconds", default=1.0, help="Of one measurement of one way.")
 @click.option("--sums", default="float16", type=click.Choice(get_args(SumFormat)), help="Number format of sums.")
 def column_slices(
     bench: harness.Bench, rows: int, dims: Sequence[int], counts: Sequence[int], hotnesses: Sequence[int],
@@ -237,8 +231,13 @@ def column_slices(
 ) -> None:  # fmt: skip
     """Measure a wide table divided by row, by column and by both."""
     forms, chosen = ReplyEncoding(stored=True, sums=sums), dict[str, str]()
-    for dim, shards in itertools.product(dims, counts):
-        chosen |= measure_fleets(bench, rows, dim, shards, hotnesses, bench.seconds(seconds), forms)
+    for dim in dims:
+        tables, snapshots = harness.UniformTables(1, rows, dim), dict[int, Snapshot]()
+        for slices in sorted({way.slices for shards in counts for way in ways_over(shards).values()}):
+            column_dims = (dim // slices,) * slices if slices > 1 else ()
+            snapshots[slices] = tables.export(bench.folder / f"{dim}-{slices}", {"column_dims": column_dims})
+        for shards in counts:
+            chosen |= measure_fleets(bench, tables, snapshots, shards, hotnesses, bench.seconds(seconds), forms)
     bench.results["planned"] = chosen
     for title, choice in chosen.items():
         click.echo(f"{title}: planned {choice}")

@@ -21,7 +21,7 @@ from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import TableSpec
 from router.errors import PlanError
 from router.plan_file import PlanFile, RanksOfBuckets, ShardingType, TablePlan, with_columns
-from router.planning.inputs import CapacityOptions, LookupProfile, TableLookups
+from router.planning.inputs import CapacityOptions, CpuNode, LookupProfile, TableLookups
 from router.planning.network import StoredLookups
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
@@ -35,6 +35,9 @@ HOT_SHARE = 1 / 16
 """Of a shard's cards, what is left for copies of hot rows when tables are placed."""
 UNDIVIDED_SHARE = 1 / 8
 """A table of up to this share of a card is on one card: it needs no places there."""
+CPU_ID_BYTES, CPU_GRID_ID_BYTES, CPU_SUM_BYTES, CPU_STORED_BYTES = 256, 384, 5.5, 3
+"""On CPUs, an id beyond its row, or with rows and columns divided; each byte of a float16 sum, and of a row that travels
+as it is stored: bytes of rows that a core reads in their time (docs/measurements/2026-11-30-column-slices.md)."""
 _BISECTIONS = 24
 _SLACK = 1.001
 _TINY = 1e-9
@@ -142,8 +145,17 @@ class TablePlanner:
         values, hit = lookups.values, lookups.bags_hit(1 if is_copy else spread)
         load_us = (values * _lookup_us(fleet, table, dim) + hit * _id_us(fleet)) / spread
         size = table.num_embeddings * _row_bytes(table, dim)
-        # Ids and where bags begin to shards, and sums back.
-        moved_bytes = INDEX_BYTES * (values + hit) + SUM_ITEM_BYTES * dim * hit
+        back_bytes = SUM_ITEM_BYTES * dim * hit
+        if isinstance(fleet.system, CpuNode):
+            row_bytes = RowFormat.of(table.dtype, dim).row_bytes
+            # As in `shard_node.answer.travel_as_stored`.
+            is_stored = values * row_bytes <= max(hit * row_bytes, back_bytes)
+            back_bytes = values * row_bytes if is_stored else back_bytes
+            work_bytes = values * (CPU_GRID_ID_BYTES if kind == "grid_shard" else CPU_ID_BYTES)
+            work_bytes += back_bytes * (CPU_STORED_BYTES if is_stored else CPU_SUM_BYTES)
+            load_us += work_bytes / spread / (fleet.system.hbm_gb_per_s * BYTES_PER_US)
+        # Ids and where bags begin to shards, and sums or stored rows back.
+        moved_bytes = INDEX_BYTES * (values + hit) + back_bytes
         network_us = moved_bytes * (1 / (fleet.shard_network.gb_per_s * BYTES_PER_US))
         cost_us = slices * (spread * load_us / fleet.shards + network_us)
         return Option(kind, slices, spread, load_us, size if is_copy else -(-size // spread), cost_us)
