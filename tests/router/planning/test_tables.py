@@ -13,13 +13,14 @@ from loader.snapshot.buckets import RowBuckets
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.tables import DividedTable
 from router.errors import PlanError
-from router.plan import Plan
+from router.plan import Plan, table_bytes
 from router.plan_file import PlanFile
-from router.planning.inputs import CapacityOptions, LookupProfile, NetworkOptions
+from router.planning.inputs import CapacityOptions, CpuNode, LookupProfile, NetworkOptions
 from router.planning.tables import TablePlanner
 from shard_node.bags import TableLayout
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.cost_model import SYSTEMS
+from shardrank_testing.snapshots import model_of, table_of
 from shardrank_testing.topologies import spec_of
 
 GB = 10**9
@@ -105,6 +106,40 @@ def test_one_busy_table_is_replicated_or_divided():
     assert planned(spec, tight, profile_of(spec, 8)).tables[0].sharding_type in ("column_wise", "grid_shard")
     # A bag of one id is on one shard whichever way rows are divided: by row, ids are sent once.
     assert planned(spec, tight, profile_of(spec, 1)).tables[0].sharding_type == "row_wise"
+
+
+@pytest.mark.parametrize(
+    ("shards", "dim", "dtype", "ids", "kind"),
+    [
+        # Rows travel as they are stored: slices would only repeat the ids.
+        (2, 512, "int8", 1, "row_wise"),
+        (4, 1024, "int8", 1, "row_wise"),
+        (4, 512, "int8", 5, "row_wise"),
+        # As float32 they would not: the shards add, and columns have fewer sums.
+        (4, 512, "fp32", 5, "column_wise"),
+        (2, 1024, "int8", 5, "column_wise"),
+        (4, 1024, "int8", 20, "column_wise"),
+        # Narrow rows: an id costs as much as a sum.
+        (4, 128, "int8", 20, "row_wise"),
+        # Many shards: neither an id for each of 16 slices, nor a sum of all columns from 12 shards.
+        (16, 1024, "int8", 20, "grid_shard"),
+    ],
+)
+def test_cpus_divide_a_table_by_what_ids_and_sums_cost(shards, dim, dtype, ids, kind):
+    """Ways of 2 and 4 shards are those that docs/measurements/2026-11-30-column-slices.md measured best."""
+    spec = model_of([table_of("t0", 200_000, dim, dtype=dtype)])
+    ram_gb = 1.3 * table_bytes(spec.tables[0]) / shards / GB
+    fleet = CapacityOptions(
+        system=CpuNode.of(cores=1, ram_gb=ram_gb, disk_gb=0, rows_per_s=20e6),
+        shards=shards,
+        cards=1,
+        card_memory_gb=ram_gb,
+        pinned_memory_gb=0,
+        candidates=275,
+        network=NetworkOptions(gb_per_s=12.5, latency_us=20),
+    )
+    table = planned(spec, fleet, LookupProfile(hotness={"f.t0": ids})).tables[0]
+    assert table.sharding_type == kind
 
 
 def test_what_fits_in_no_way_is_refused():
