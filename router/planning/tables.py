@@ -35,7 +35,7 @@ HOT_SHARE = 1 / 16
 """Of a shard's cards, what is left for copies of hot rows when tables are placed."""
 UNDIVIDED_SHARE = 1 / 8
 """A table of up to this share of a card is on one card: it needs no places there."""
-CPU_ID_BYTES, CPU_GRID_ID_BYTES, CPU_SUM_BYTES, CPU_STORED_BYTES = 224, 400, 5, 2.5
+CPU_ID_BYTES, CPU_GRID_ID_BYTES, CPU_SUM_BYTES, CPU_STORED_BYTES = 256, 400, 5, 3
 """Of an id beyond its row, with rows and columns divided more; of each byte of a float16 sum, and of a row that travels
 as stored: bytes of rows that a CPU reads in their time (docs/measurements/2026-11-30-column-slices.md)."""
 _BISECTIONS = 24
