@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 COMMANDS = ("run", "replay", "prepare", "bench")
 COMPARISONS = {"peers": "loadtest.peers.run", "compare-cards": "loadtest.compare", "changing": "loadtest.changing"}
-BENCHMARKS = ("lookup", "serving", "deltas")
+BENCHMARKS = {name: f"loadtest.bench.{name}" for name in ("lookup", "serving", "deltas")}
+OF_THE_BOOK = dict.fromkeys(("hot-rows", "levers"), "loadtest.bench.book")
 APIS = ["grpc", "json", "oip-http", "grpc-packed", "oip-grpc"]
 TARGET = "http://HOST[:PORT] or grpc://HOST:PORT."
 
@@ -182,11 +183,12 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
     click.echo(f"  shardrank serve --store {store} --model {spec.model}")
 
 
-@click.group(cls=LazyGroup, modules={name: f"loadtest.bench.{name}" for name in BENCHMARKS})
+@click.group(cls=LazyGroup, modules=BENCHMARKS | OF_THE_BOOK)
 def bench() -> None:
     """Compare parts of this project, side by side on this machine, in rounds.
 
     Examples:
       shardrank loadtest bench lookup --quick
       shardrank loadtest bench serving --against ../before --json against.json
+      shardrank loadtest bench hot-rows --book
     """

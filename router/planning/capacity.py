@@ -53,7 +53,7 @@ def capacity(
         "options": options.model_dump(),
         "num_tables": len(spec.logical_tables),
         "num_rows": sum(table.num_embeddings for table in spec.logical_tables),
-        "size": _sizes(spec),
+        "size": model_sizes(spec),
         "shard_index": fullest,
         **on_node,
         "batch": {
@@ -90,7 +90,7 @@ def _on_cpu(model: PlacedModel, shard: int, options: CapacityOptions) -> dict[st
         raise MemoryBudgetError(f"shard {shard}: {files}; for each version there are {disk} bytes of disk")
     return {
         "options": options.model_dump(exclude=_OF_CARDS) | {"system": node.model_dump(include=_OF_CPU)},
-        "size": {name: size for name, size in _sizes(model.spec).items() if name not in _OF_CARDS},
+        "size": {name: size for name, size in model_sizes(model.spec).items() if name not in _OF_CARDS},
         "ram_bytes": sum(sizes) - sum(compress(sizes, is_mapped)),
         "disk_bytes": disk_bytes,
         "fits_in_ram": not any(is_mapped),
@@ -123,7 +123,7 @@ def _on_cards(model: PlacedModel, shard: int, options: CapacityOptions) -> dict[
     }
 
 
-def _sizes(spec: ModelSpec) -> dict[str, int]:
+def model_sizes(spec: ModelSpec) -> dict[str, int]:
     """Return bytes of all rows of the model, once: as float32, codes or elements alone, as stored, on cards; of places.
 
     Float32 are the rows that features see, before tables are divided and pruned.

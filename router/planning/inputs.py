@@ -5,6 +5,7 @@ looked up in such a table, rows, embedding_dim.
 
 - `dlrm-v2`: MLPerf's DLRM-v2 on Criteo 1TB, multi-hot (github.com/mlcommons/training,
   recommendation_v2/torchrec_dlrm/README.MD: table sizes and hotness).
+- `dlrm-criteo-113b`: DLRM on the same data without a cap on tables, an id a feature (the click logs themselves).
 - `merlin-tiny` to `merlin-colossal`: the synthetic models of NVIDIA-Merlin/distributed-embeddings
   (examples/benchmarks/synthetic_models/config_v3.py), ids by a power law of exponent 1.05 (its README).
 - `textbook`: one table of 2 * 10^9 rows of 128, 40 lookups a sample: easy to calculate by hand.
@@ -48,8 +49,9 @@ class NetworkOptions(Frozen):
     gb_per_s: float = Field(gt=0)
     # Of a round trip, unloaded.
     latency_us: float = Field(ge=0)
-    # For the hottest rows; or the share of the lookups that they answer.
+    # For the hottest rows; or how many there are; or the share of the lookups that they answer.
     hot_rows_gb: float = Field(default=0.0, ge=0)
+    hot_rows: int | None = Field(default=None, ge=0)
     hit_rate: float | None = Field(default=None, ge=0, le=1)
 
 

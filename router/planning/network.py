@@ -24,7 +24,7 @@ from shard_node.planning.cost_model import BYTES_PER_US, SUM_ITEM_BYTES
 from shard_node.planning.hotness import Float64Array, RowHotness
 from shard_node.wire.frame import HEADER
 
-Bounded: TypeAlias = Literal["bytes", "hit rate"]
+Bounded: TypeAlias = Literal["bytes", "rows", "hit rate"]
 
 # As in `split`: with so many owners or fewer, and more values a bag than this, a part that has this share of all bags
 # is sent all of them.
@@ -58,7 +58,7 @@ class NearRows:
         """Return rows by lookups for each byte, the hottest first, as many as a bound allows.
 
         `hotness` is in layout order; its lookups are those of one batch or sample of all tables. At most as many bytes,
-        as stored, as the bound; or the fewest rows that have this share of all lookups, the last in part.
+        as stored, or rows, as the bound; or the fewest rows that have this share of all lookups, the last in part.
         """
         row_bytes = stored_row_bytes(layout)
         levels = [of_table.rows().astype(np.float64) for of_table in hotness]
@@ -66,7 +66,7 @@ class NearRows:
         rows, lookups = np.concatenate(levels), np.concatenate([of_table.lookups for of_table in hotness])
         order = np.argsort(-lookups / row_bytes[table], kind="stable")
         total = float(rows @ lookups)
-        costs = {"bytes": rows * row_bytes[table], "hit rate": rows * lookups}[bounded][order]
+        costs = {"bytes": rows * row_bytes[table], "rows": rows, "hit rate": rows * lookups}[bounded][order]
         # Of each level, in order: what is left of the bound once those before it are in.
         left = (bound * total if bounded == "hit rate" else bound) - (np.cumsum(costs) - costs)
         shares = np.empty_like(rows)
@@ -104,6 +104,8 @@ class StoredLookups(NamedTuple):
         lookups = profile.lookups(spec, layout, fleet.requests, fleet.candidates)
         rows, network = profile.rows(spec, layout, lookups).of(layout), fleet.shard_network
         bounded: tuple[Bounded, float] = ("bytes", network.hot_rows_gb * GB)
+        if network.hot_rows is not None:
+            bounded = ("rows", network.hot_rows)
         if network.hit_rate is not None:
             bounded = ("hit rate", network.hit_rate)
         return cls(layout, lookups, rows, NearRows.choose(layout, rows, *bounded))

@@ -276,7 +276,8 @@ network_options = together(
     option("--network-us US", "A round trip between router and shard, unloaded.", FiniteRange(0, 1e6),
            DEFAULT_NETWORK_US),
     gigabytes("--hot-rows-gb", "Of the router's process, for the hottest rows, which it looks up itself.", 0.0),
-    option("--hit-rate H", "Share of all lookups that such rows shall answer, in place of --hot-rows-gb.",
+    count("--hot-rows", "How many such rows, in place of --hot-rows-gb.", 0),
+    option("--hit-rate H", "Share of all lookups that such rows shall answer, in place of both.",
            FiniteRange(0, 1)),
 )  # fmt: skip
 

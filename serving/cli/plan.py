@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from loader.access_counts import AccessCounts
     from loader.snapshot.manifest import ModelSpec
     from loader.snapshot.reader import Snapshot
-    from router.planning.inputs import LookupProfile
+    from router.planning.inputs import CapacityOptions, LookupProfile
     from shard_node.planning.hotness import Head
 
 MANIFEST_NAME = "manifest.json"
@@ -54,8 +54,8 @@ def _head(text: str) -> Head:
 @click.command(cls=WithExamples)
 @opts.option(
     "--model FILE",
-    "A model description, a snapshot's folder or manifest, or a published model by name: dlrm-v2, merlin-tiny, -small, "
-    "-medium, -large, -jumbo, -colossal, textbook; with :SCALE for that share of its rows.",
+    "A model description, a snapshot's folder or manifest, or a published model by name: dlrm-v2, dlrm-criteo-113b, "
+    "merlin-tiny, -small, -medium, -large, -jumbo, -colossal, textbook; with :SCALE for that share of its rows.",
 )
 @opts.option(
     "--system",
@@ -105,18 +105,28 @@ def _head(text: str) -> Head:
 @opts.ids_option
 @opts.option("--dtype", "Of stored rows. Default: the model's; published models have int8.", click.Choice(DTYPES))
 @opts.pruning_options
+@opts.assignments(
+    "--what-if OPTION=VALUE",
+    "Change an option of plan, such as shards=32, dtype=int4, hot-rows=5000, rows=N, dim=N, replicas=2, workers=8, "
+    "update-rate=N or model=FILE: bytes of all tables and of a step, before and after, and which budget binds.",
+)
+@opts.count("--replicas", "With --what-if: nodes that have the same shard. Default: 1.")
+@opts.option("--update-rate N", "With --what-if: rows a second that training changes. Default: 0.", opts.FiniteRange(0))
+@opts.option(
+    "--step-ms MS", "With --what-if: what a step may take on a line of the network. Default: 10.", opts.ABOVE_ZERO
+)
 @opts.switch("--training", "Reckon what a step of training sends, in place of serving.")
 @opts.count("--params", "With --training: parameters of the dense half, P.")
-@opts.count("--workers", "With --training: processes that train, K.")
+@opts.count("--workers", "With --training: processes that train, K. With --what-if: that look rows up. Default: 1.")
 @opts.count("--servers", "With --training: parameter servers, S.")
-@opts.count("--rows", "With --training: rows of the table, V.")
-@opts.count("--dim", "With --training: numbers of a row.")
+@opts.count("--rows", "With --training: rows of the table, V. With --what-if: of the largest; others in proportion.")
+@opts.count("--dim", "With --training: numbers of a row. With --what-if: of the widest table; others in proportion.")
 @opts.count("--worker-ids", "With --training: different rows that a worker looks up in a step.")
 @opts.count("--number-bytes", "With --training: of a parameter and of a gradient. Default: 4.")
 @opts.switch("--compare", "Choose for each table how it is divided, and compare with dividing all tables alike.")
 @opts.option("--out", "Choose for each table, and write the plan to FILE, for `--plan`.", opts.WRITABLE_FILE)
 @opts.json_flag("the plan")
-def plan(compare: bool, out: Path | None, **options: Any) -> None:
+def plan(compare: bool, out: Path | None, what_if: dict[str, str], training: bool, **options: Any) -> None:
     """Reckon what a model takes on a node, of CPUs or of cards.
 
     A description is planned with all that makes its tables smaller; with --counts also pruned. Prints bytes by card
@@ -128,7 +138,8 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     on a shard, by rows, by columns, by both, or copied to every shard, by the time of the slowest shard and of the
     network, and by how often rows are looked up. docs/plan.md is about it.
 
-    With --training: what a step of data-parallel training sends by parameter servers and by all-reduce.
+    With --training: what a step of data-parallel training sends by parameter servers and by all-reduce. With --what-if:
+    what a change relieves, the memory of a host, the network or row updates; nothing is placed.
 
     Examples:
       shardrank plan --model models/shop/3 --measure
@@ -143,27 +154,63 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
       shardrank plan --model merlin-jumbo --shards 4 --cards 8 --compare
       shardrank plan --model models/shop/3 --shards 2 --cards 4 --out plan.json
       shardrank plan --training --params 50000000 --workers 8 --servers 1 --rows 100000000 --dim 128 --worker-ids 4096
+      shardrank plan --model textbook --dtype fp32 --shards 16 --ram-gb 64 --batch 65536 --what-if shards=32
     """
-    from pydantic_core import to_jsonable_python
-
-    from loader.snapshot.tables import NUM_BUCKETS
-    from router.planning.capacity import capacity
-    from router.planning.division import best_division
-    from router.planning.inputs import CapacityOptions, NetworkOptions
     from router.planning.training import TrainingStep, training_traffic
+    from router.planning.what_if import StepOptions, compared_use, step_use
 
-    of_training = {name: options.pop(name) for name in TrainingStep.model_fields}
-    given = {name: value for name, value in of_training.items() if value is not None}
-    if options.pop("training"):
-        if options["model"] is not None:
-            raise click.UsageError("--model does not go with --training, which takes --rows and --dim.")
-        traffic = training_traffic(config_of(TrainingStep, given))
-        print_json(traffic) if options["as_json"] else print_document(traffic)
-        return
-    if given or options["model"] is None:
-        wrong = [name.replace("_", "-") for name in given]
-        raise click.UsageError(f"--{wrong[0]} goes with --training." if wrong else "Missing option '--model'.")
+    if what_if and (compare or out is not None):
+        raise click.UsageError("--what-if changes how all tables are divided alike: not with --compare or --out.")
+    changed = _changed(options, what_if)
+    in_training, in_steps = TrainingStep.model_fields, StepOptions.model_fields
+    allowed = in_training if training else {*in_steps, "rows", "dim"} if what_if else ()
+    if wrong := [name for name in (*in_training, *in_steps) if changed[name] is not None and name not in allowed]:
+        mode = "--training" if wrong[0] in in_training else "--what-if"
+        raise click.UsageError(f"--{wrong[0].replace('_', '-')} goes with {mode}.")
+    if training and changed["model"] is not None:
+        raise click.UsageError("--model does not go with --training, which takes --rows and --dim.")
+
+    def use_of(options: Options) -> dict[str, Any]:
+        if training:
+            return training_traffic(config_of(TrainingStep, options))
+        return step_use(*_inputs(options), config_of(StepOptions, options))
+
+    if what_if:
+        uses = [use_of(options), use_of(changed)]
+        compared = dict(zip(("before", "after"), uses, strict=True)) if training else compared_use(*uses)
+        document = {"what_if": what_if, **compared}
+    else:
+        document = use_of(options) if training else _planned(options, compare, out)
+    print_json(document) if options["as_json"] else print_document(document, max_rows=MAX_ROWS)
+
+
+_HOT_ROWS = {"hot_rows_gb": 0.0, "hot_rows": None, "hit_rate": None}
+
+
+def _changed(options: Options, changes: dict[str, str]) -> Options:
+    """Return options of `plan` with changes of `--what-if`; one of those that bound hot rows replaces the others."""
+    context, changed = click.get_current_context(), dict(options)
+    of_plan = [param for param in context.command.params if isinstance(param, click.Option) and param.name in options]
+    known = {param.opts[0].removeprefix("--"): param for param in of_plan if not (param.is_flag or param.multiple)}
+    for name, text in changes.items():
+        if name not in known:
+            raise click.UsageError(f"--what-if {name}={text}: {name!r} is none of {', '.join(sorted(known))}.")
+        param = known[name]
+        changed |= _HOT_ROWS if param.name in _HOT_ROWS else {}
+        changed[str(param.name)] = param.type_cast_value(context, text)
+    return changed
+
+
+def _inputs(options: Options) -> tuple[ModelSpec, LookupProfile, CapacityOptions]:
+    """Return the model, what it looks up, and the nodes that are planned for. Raises as `planned_model`."""
+    from loader.snapshot.tables import NUM_BUCKETS
+    from router.planning.inputs import CapacityOptions, NetworkOptions
+    from router.planning.what_if import resized
+
+    if options["model"] is None:
+        raise click.UsageError("Missing option '--model'.")
     spec, profile = planned_model(options)
+    spec = resized(spec, profile, options["rows"], options["dim"])
     profile = profile.with_hotness(spec, options["hotness"])
     profile = replace(profile, **{name: options[name] for name in ("zipf", "head") if options[name] is not None})
     buckets = min(NUM_BUCKETS[table.bucketing] for table in spec.tables)
@@ -176,15 +223,21 @@ def plan(compare: bool, out: Path | None, **options: Any) -> None:
     defaults = _system(options, spec, profile)
     given = defaults | {name: value for name, value in options.items() if value is not None}
     more = {"system": defaults["system"], "peer_access": not options["no_peer_access"], "network": network}
-    node = config_of(CapacityOptions, given, **more)
-    division = best_division(spec, node, profile) if compare or out is not None else None
-    document = to_jsonable_python(capacity(spec, profile, node, division))
+    return spec, profile, config_of(CapacityOptions, given, **more)
+
+
+def _planned(options: Options, compare: bool, out: Path | None) -> dict[str, Any]:
+    from pydantic_core import to_jsonable_python
+
+    from router.planning.capacity import capacity
+    from router.planning.division import best_division
+
+    spec, profile, fleet = _inputs(options)
+    division = best_division(spec, fleet, profile) if compare or out is not None else None
+    document: dict[str, Any] = to_jsonable_python(capacity(spec, profile, fleet, division))
     if out is not None and division is not None:
         out.write_text(division[1].to_json(), encoding="utf-8")
-    if options["as_json"]:
-        print_json(document)
-    else:
-        print_document(document, max_rows=MAX_ROWS)
+    return document
 
 
 def _system(options: Options, spec: ModelSpec, profile: LookupProfile) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def test_context_features_are_looked_up_once_a_request_and_others_once_a_candida
     ("name", "tables", "gibibytes"),
     [
         ("dlrm-v2", 26, 97.4),
+        ("dlrm-criteo-113b", 26, 420.9),
         ("merlin-tiny", 55, 4.2),
         ("merlin-small", 107, 26.3),
         ("merlin-medium", 311, 206.2),
@@ -113,6 +114,12 @@ def test_a_published_model_has_its_published_size(name, tables, gibibytes):
     found = catalog_model(name, "fp32")[0].tables
     assert len(found) == tables
     assert round(sum(4 * table.num_embeddings * table.embedding_dim for table in found) / 2**30, 1) == gibibytes
+
+
+def test_criteo_without_a_cap_has_113_billion_parameters():
+    tables = catalog_model("dlrm-criteo-113b")[0].tables
+    assert sum(table.num_embeddings for table in tables) == 882_774_559
+    assert sum(table.num_embeddings * table.embedding_dim for table in tables) == 112_995_143_552
 
 
 def test_systems_of_the_flag_are_those_of_the_cost_model():
