@@ -38,9 +38,9 @@ LINK_GB_PER_S = 100.0
 CACHED = (100, 1_000, 5_000)
 
 
-def drawn_rows(rows: int) -> list[int]:
+def drawn_rows(rows: int, exponent: float = EXPONENT) -> list[int]:
     """Draw the textbook's rows of a table, by Python's generator with seed 0, in its order."""
-    draw, sums = random.Random(0), list(itertools.accumulate(r**-EXPONENT for r in range(1, HEAD + 1)))
+    draw, sums = random.Random(0), list(itertools.accumulate(r**-exponent for r in range(1, HEAD + 1)))
     drawn = []
     for _ in range(DRAWN):
         row = bisect.bisect_left(sums, draw.random() * sums[-1]) if draw.random() < HEAD_SHARE else HEAD
@@ -165,10 +165,11 @@ def levers(bench: harness.Bench, movielens: Path | None, ratings: int, hot_share
         spec = version.trained.spec
         hot, cold = ([table for table in spec.tables if table.dtype == dtype] for dtype in ("fp32", "int8"))
         serve: dict[str, Any] = {"wire_dtype": "float32"}
+        footprint = 1.0
         if cold:
             hot_bytes = sum(table.num_embeddings for table in hot) * (4 * dim + ROW_OVERHEAD_BYTES)
             serve = {"wire_dtype": "int8", "hot_rows": "static", "hot_rows_gb": hot_bytes / 1e9}
-        footprint = sum(map(table_bytes, cold)) / (4 * dim * max(1, sum(table.num_embeddings for table in cold)))
+            footprint = sum(map(table_bytes, cold)) / sum(4 * dim * table.num_embeddings for table in cold)
         values = bench.runner.run(measure_served(version, **serve))
         measured[name].append(values | {ROWS: rows_bytes_of(spec) / 1e6, FOOTPRINT: footprint})
         return measured[name][-1]

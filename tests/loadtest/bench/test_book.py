@@ -32,6 +32,13 @@ def test_the_draw_has_the_hits_and_bytes_of_the_chapter(tmp_path: Path) -> None:
     assert "568.8" in text
 
 
+@pytest.mark.parametrize(("exponent", "points"), [(1.3, 6.2), (1.1, 9.8), (0.6, 16.1)])
+def test_lru_lags_more_the_flatter_the_head_is(exponent: float, points: float) -> None:
+    rows = book.drawn_rows(2 * 10**9, exponent)
+    gap = sum(row < 1000 for row in rows) - book.lru_hits(rows, 1000)
+    assert round(100 * gap / book.DRAWN, 1) == points
+
+
 def test_lru_evicts_the_least_recently_used() -> None:
     assert book.lru_hits([1, 2, 1, 3, 1, 2, 3], 2) == 2
     assert book.lru_hits([1, 2, 1, 3, 1, 2, 3], 3) == 4

@@ -128,6 +128,12 @@ def test_a_change_of_the_table_is_planned(change: str, table_bytes: float) -> No
     assert (found["before"]["table_bytes"], found["after"]["table_bytes"]) == (1024e9, table_bytes)
 
 
+def test_a_bound_of_hot_rows_replaces_the_other_bounds() -> None:
+    """By hits before, by number after: the share of the head's first 100 rows."""
+    found = what_if(*BOOK, "--hit-rate", 0.99, "--what-if", "hot-rows=100")
+    assert (found["after"]["hot_rows"], found["after"]["hit_rate"]) == (100, pytest.approx(0.57558, abs=1e-5))
+
+
 def test_tables_of_a_model_are_resized_in_proportion() -> None:
     """The largest of merlin-tiny has 25 million rows, its widest 16 columns."""
     arguments = ("--model", "merlin-tiny", "--dtype", "fp32", "--ram-gb", 64)
