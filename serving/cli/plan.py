@@ -193,9 +193,8 @@ def _changed(options: Options, changes: dict[str, str]) -> Options:
     of_plan = [param for param in context.command.params if isinstance(param, click.Option) and param.name in options]
     known = {param.opts[0].removeprefix("--"): param for param in of_plan if not (param.is_flag or param.multiple)}
     for name, text in changes.items():
-        if name not in known:
+        if (param := known.get(name.replace("_", "-"))) is None:
             raise click.UsageError(f"--what-if {name}={text}: {name!r} is none of {', '.join(sorted(known))}.")
-        param = known[name]
         changed |= _HOT_ROWS if param.name in _HOT_ROWS else {}
         changed[str(param.name)] = param.type_cast_value(context, text)
     return changed

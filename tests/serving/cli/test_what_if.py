@@ -130,7 +130,7 @@ def test_a_change_of_the_table_is_planned(change: str, table_bytes: float) -> No
 
 def test_a_bound_of_hot_rows_replaces_the_other_bounds() -> None:
     """By hits before, by number after: the share of the head's first 100 rows."""
-    found = what_if(*BOOK, "--hit-rate", 0.99, "--what-if", "hot-rows=100")
+    found = what_if(*BOOK, "--hit-rate", 0.99, "--what-if", "hot_rows=100")
     assert (found["after"]["hot_rows"], found["after"]["hit_rate"]) == (100, pytest.approx(0.57558, abs=1e-5))
 
 
