@@ -55,14 +55,12 @@ def side_split_option(default: SideSplit) -> opts.Option:
 
 workload_option = opts.option(
     "--workload NAME",
-    "dlrm-v2[:SCALE] or merlin-tiny[:SCALE], SCALE being the share of the rows, such as dlrm-v2:0.01; "
+    "A published model (`shardrank plan` has all), with :SCALE for a share of its rows, such as dlrm-v2:0.01; or "
     "bench-mlp[:HOTNESS] or bench-dlrm[:HOTNESS], the benchmarks' one table of a million rows, such as bench-mlp:20.",
     default="dlrm-v2:0.001",
 )
 request_options = opts.together(
-    opts.option(
-        "--ids uniform|zipf:S", "Which rows are asked for. Default: uniform for dlrm-v2, zipf:1.05 for merlin-tiny."
-    ),
+    opts.option("--ids uniform|zipf:S", "Which rows are asked for. Default: uniform, zipf:1.05 for Merlin's models."),
     opts.option(
         "--candidates N|LEAST-MOST:MEAN",
         "Candidates of a request, such as 100 or 100-700:270. Default: 50-500:200, with --same 100-700:270.",
@@ -164,8 +162,8 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
     """Write a workload's model into a store, to be served and load tested.
 
     Rows and weights are random: answers mean nothing, but cost what a trained model's do. The whole of dlrm-v2 has
-    28 GB of rows, merlin-tiny 1.7 GB; both go with the scale. An export that was interrupted goes on when it is run
-    again.
+    28 GB of rows, merlin-small 9 GB, merlin-tiny 1.7 GB; all go with the scale. Where ids are not uniform, rows have
+    access counts. Memory is bounded, and an export that was interrupted goes on when it is run again.
 
     Examples:
       shardrank loadtest prepare --workload dlrm-v2:0.01 --store models
@@ -176,9 +174,10 @@ def prepare(workload: str, store: Path, **given: Any) -> None:
     from loadtest.workloads.catalog import open_workload
     from loadtest.workloads.prepare import write_random_snapshot
 
-    spec = open_workload(workload).spec
+    opened = open_workload(workload)
+    spec, counts = opened.spec, opened.access_counts()
     with progress_bars() as bars:
-        folder = write_random_snapshot(spec, store, progress=bars, **given)
+        folder = write_random_snapshot(spec, store, access_counts=counts, progress=bars, **given)
     click.echo(f"wrote {folder} ({human_bytes(rows_bytes_of(spec))} of rows); serve it with")
     click.echo(f"  shardrank serve --store {store} --model {spec.model}")
 

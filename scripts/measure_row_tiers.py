@@ -34,9 +34,8 @@ from router.plan import Plan
 from shard_node.bags import Bags
 from shard_node.engine.kernels import as_tensor, pool_rows
 from shard_node.engine.loading import prepare_load
-from shard_node.engine.memory import RowMemory
+from shard_node.engine.memory import SLOT_BYTES, RowMemory
 from shard_node.engine.row_files import RowFile, RowFiles
-from shard_node.engine.tiered_rows import SLOT_BYTES
 
 DIM, HEAD, BAGS, IDS = 128, 5000, 100, 20
 ROW_BYTES = DIM + 8
@@ -194,6 +193,15 @@ def control_group(limit_bytes: int) -> Path | None:
     return None
 
 
+def forget_pages(folder: Path) -> None:
+    """Drop the files' pages from the page cache, so that each way begins with none, and all are of its group."""
+    for path in folder.rglob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
 def main() -> None:
     """Measure all ways, twice in turn, and print them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -214,6 +222,7 @@ def main() -> None:
     try:
         for _ in range(options.rounds):
             for way, hot_bytes in ways:
+                forget_pages(folder)
                 receiver, sender = multiprocessing.Pipe(duplex=False)
                 arguments = sender, way, folder, hot_bytes, options.seconds, group
                 process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)

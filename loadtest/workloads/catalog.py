@@ -25,7 +25,7 @@ from loadtest.workloads.workload import (
     parse_hotness,
     parse_ids,
 )
-from router.planning.inputs import catalog_model
+from router.planning.inputs import CATALOG, catalog_model
 from serving.description import ModelInfo
 
 Head: TypeAlias = Literal["mlp", "dlrm"]
@@ -53,7 +53,7 @@ def open_workload(
         of_each = parse_hotness(["1", *hotness], spec)
         text += f", hotness {' '.join(hotness) or 1}{unknown}"
         _check_limits(source, counts, of_each, varied=varied)
-    elif family in ("dlrm-v2", "merlin-tiny"):
+    elif family in CATALOG:
         spec, profile = catalog_model(text)
         of_each = {name: int(ids) for name, ids in profile.hotness.items()}
         if profile.zipf:
@@ -62,7 +62,7 @@ def open_workload(
         spec = bench_spec(BenchShape(), "mlp" if family == "bench-mlp" else "dlrm")
         of_each = parse_hotness([suffix if colon else "1"], spec)
     else:
-        known = "dlrm-v2[:SCALE], merlin-tiny[:SCALE], bench-mlp[:HOTNESS], bench-dlrm[:HOTNESS]"
+        known = ", ".join([*(f"{name}[:SCALE]" for name in CATALOG), "bench-mlp[:HOTNESS]", "bench-dlrm[:HOTNESS]"])
         raise ConfigError(f"workload: {text!r} is not one of {known}")
     drawn_ids = drawn_ids if ids is None else parse_ids(ids)
     name = f"{text}, ids {drawn_ids.name}, candidates {counts.name}, {'ragged' if varied else 'fixed'} bags"

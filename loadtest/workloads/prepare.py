@@ -7,12 +7,13 @@ import contextlib
 import itertools
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loader.progress import Progress, no_progress
@@ -107,7 +108,13 @@ def golden_of(snapshot: Path, workloads: Sequence[Workload]) -> GoldenRequests:
 
 
 def write_random_snapshot(
-    spec: ModelSpec, store: Path, *, seed: int = 0, workloads: Sequence[Workload] = (), progress: Progress = no_progress
+    spec: ModelSpec,
+    store: Path,
+    *,
+    seed: int = 0,
+    workloads: Sequence[Workload] = (),
+    access_counts: Mapping[str, npt.NDArray[np.uint32]] | None = None,
+    progress: Progress = no_progress,
 ) -> Path:
     """Write the next version of a model into a store, made if it is missing; return the snapshot's folder.
 
@@ -124,6 +131,10 @@ def write_random_snapshot(
         kind: {table.name: scattered_ids(np.arange(table.num_embeddings)) for table in tables}
         for kind, tables in named.items()
     }
-    more |= {"dense": random_dense(spec, seed), "metadata": {"source": "random rows", "seed": str(seed)}}
+    more |= {
+        "access_counts": access_counts,
+        "dense": random_dense(spec, seed),
+        "metadata": {"source": "random rows", "seed": str(seed)},
+    }
     export = partial(export_snapshot, store, spec, rows=rows, progress=progress, **more)
     return export(golden=golden_of(export(), workloads)) if workloads else export()

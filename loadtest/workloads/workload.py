@@ -24,6 +24,7 @@ from loader.snapshot.manifest import ModelSpec
 from router.feature_schema import FeatureSchema
 from serving.formats.requests import RankRequest
 from shard_node.bags import Bags, Float32Array, Int64Array
+from shard_node.planning.hotness import power_law_sums
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -246,6 +247,9 @@ def scattered_ids(rows: Int64Array) -> Int64Array:
     return rows * ID_FACTOR & np.iinfo(np.int64).max
 
 
+COUNTED_CANDIDATES = 1 << 22
+
+
 class Workload:
     """Drawn requests to one model. Features that share a table share its popular rows; dense inputs are normal.
 
@@ -275,6 +279,20 @@ class Workload:
         self._is_string = np.array([feature.name in self.schema.string_features for feature in self.schema.features])
         self._is_weighted = np.array([feature.weighted for feature in self.schema.features])
         self._scatter = RowScatter(np.array([table.num_embeddings for table in self.schema.layout.tables], np.int64))
+
+    def access_counts(self, candidates: int = COUNTED_CANDIDATES) -> dict[str, npt.NDArray[np.uint32]]:
+        """Return how often so many candidates look up each row, in the mean, uint32 [num_embeddings], if not alike."""
+        if not isinstance(self._ids, Zipf):
+            return {}
+        counts: dict[str, npt.NDArray[np.uint32]] = {}
+        for number, table in enumerate(self.schema.layout.tables):
+            lookups = candidates * int(self._hotness[self.schema.table_index == number].sum())
+            first = lookups / float(power_law_sums(np.array([table.num_embeddings]), self._ids.exponent)[0])
+            ranks = np.arange(min(table.num_embeddings, int(first ** (1 / self._ids.exponent))))
+            counts[table.name] = np.zeros(table.num_embeddings, np.uint32)
+            rows = self._scatter.rows(ranks, np.full(ranks.size, number))
+            counts[table.name][rows] = first * (ranks + 1.0) ** -self._ids.exponent
+        return counts
 
     def request(self, rng: np.random.Generator) -> RankRequest:
         """Draw one more request; the same one for a generator in the same state."""

@@ -6,8 +6,11 @@ what `shardrank plan --json` prints.
 
 from __future__ import annotations
 
+from copy import copy
 from itertools import compress
 from typing import Any
+
+import numpy as np
 
 from loader.snapshot.manifest import ModelSpec
 from loader.snapshot.row_classes import classes_bytes
@@ -16,9 +19,9 @@ from router.plan import Plan, table_bytes
 from router.plan_file import PlanFile
 from router.planning.division import PlacedModel
 from router.planning.inputs import GB, CapacityOptions, CpuNode, LookupProfile
-from router.planning.network import StoredLookups, network_use
+from router.planning.network import NearRows, StoredLookups, network_use, stored_row_bytes
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.engine.memory import choose_tiers
+from shard_node.engine.memory import SLOT_BYTES, choose_tiers
 from shard_node.errors import MemoryBudgetError
 from shard_node.planning.card_plan import CARD, HOST, HOT, PLACE_BYTES, CardPlan
 from shard_node.planning.cost_model import Traffic
@@ -69,7 +72,7 @@ def capacity(
 
 
 def _on_cpu(model: PlacedModel, shard: int, options: CapacityOptions) -> dict[str, Any]:
-    """Return which tables of a shard are in RAM, and which the engine leaves in the mapped files, the largest first.
+    """Return which tables of a shard are in RAM, and which are on disk but for their hottest rows.
 
     Raises MemoryBudgetError if the disk has no room for these.
     """
@@ -83,19 +86,30 @@ def _on_cpu(model: PlacedModel, shard: int, options: CapacityOptions) -> dict[st
             layout.tables, choose_tiers(sizes, ram), sizes, lookups, strict=True
         )
     ]
-    is_mapped = [table["tier"] == "mapped" for table in tables]
-    # Files are mapped with the rows of other shards in them.
-    if (disk_bytes := sum(map(table_bytes, compress(layout.tables, is_mapped)))) > disk:
+    on_disk = np.array([table["tier"] == "disk" for table in tables])
+    # Files have the rows of other shards in them.
+    if (disk_bytes := sum(map(table_bytes, compress(layout.tables, on_disk)))) > disk:
         files = f"tables that {ram} bytes of RAM have no room for have files of {disk_bytes} bytes, of all shards' rows"
         raise MemoryBudgetError(f"shard {shard}: {files}; for each version there are {disk} bytes of disk")
+    row_bytes = stored_row_bytes(layout)
+    in_ram, slots = float(np.array(sizes)[~on_disk].sum()), np.where(on_disk, sizes / row_bytes, 0)
+    slots_bytes = float(slots @ (row_bytes + SLOT_BYTES))
+    hot_bytes = min(max(0.0, ram - in_ram), slots_bytes)
+    # Of the tables on disk this fraction is in memory, the hottest rows first; each shard has its share of these.
+    stored = [table_bytes(table) if is_there else 0 for table, is_there in zip(layout.tables, on_disk, strict=True)]
+    bound = sum(stored) * hot_bytes / slots_bytes if slots_bytes else 0.0
+    cold = [copy(rows) for rows in model.stored.rows]
+    for rows in compress(cold, ~on_disk):
+        rows.lookups = rows.lookups * 0
+    missed = 1 - NearRows.choose(layout, cold, "bytes", bound).hit_rates
     return {
         "options": options.model_dump(exclude=_OF_CARDS) | {"system": node.model_dump(include=_OF_CPU)},
         "size": {name: size for name, size in model_sizes(model.spec).items() if name not in _OF_CARDS},
-        "ram_bytes": sum(sizes) - sum(compress(sizes, is_mapped)),
+        "ram_bytes": int(in_ram + hot_bytes),
         "disk_bytes": disk_bytes,
-        "fits_in_ram": not any(is_mapped),
+        "fits_in_ram": not bool(on_disk.any()),
         "tables": tables,
-        "batch": {"disk_lookups": sum(compress(lookups, is_mapped))},
+        "batch": {"disk_lookups": float((np.array(lookups) * missed)[on_disk].sum())},
     }
 
 

@@ -27,9 +27,9 @@ from shard_node.engine.base import Engine
 from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.key_index import index_bytes
 from shard_node.engine.keyed_tables import KeyedTables, capacities_here, local_keys
-from shard_node.engine.memory import Claim, RowMemory, choose_tiers
+from shard_node.engine.memory import SLOT_BYTES, Claim, RowMemory, choose_tiers
 from shard_node.engine.row_files import RowFile, RowFiles
-from shard_node.engine.tiered_rows import SLOT_BYTES, TieredRows
+from shard_node.engine.tiered_rows import TieredRows
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.node import DeltaPosition, LoadedTables
 from shard_node.planning.hotness import ObservedCounts, RowCounts

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shard_node.engine.key_index import ENTRY_BYTES, MAX_LOAD
 from shard_node.errors import MemoryBudgetError
 
 # What is left for everything else.
 MEMORY_RESERVE_BYTES = 512 << 20
+SLOT_BYTES = int(ENTRY_BYTES / MAX_LOAD) + 19
+"""Of a row in memory whose table is on disk, beside the row: index, position, lookups, mark, counts of others."""
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:

@@ -23,7 +23,8 @@ from shard_node.bags import Bags, Float32Array, Int64Array
 from shard_node.engine.arena import Arena
 from shard_node.engine.base import Tier
 from shard_node.engine.kernels import as_tensor, pool_rows
-from shard_node.engine.key_index import ABSENT, ENTRY_BYTES, MAX_LOAD, KeyIndex
+from shard_node.engine.key_index import ABSENT, KeyIndex
+from shard_node.engine.memory import SLOT_BYTES
 from shard_node.engine.row_files import RowFiles
 from shard_node.errors import RowReadError
 from shard_node.generation import RowLock
@@ -31,8 +32,6 @@ from shard_node.split import add, split
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES: Final = int(ENTRY_BYTES / MAX_LOAD) + 19
-"""Of memory for each row in the arena beside the row: index, position, lookups, mark, counts of others on disk."""
 MIN_EPOCH: Final = 1 << 16
 """Lookups of rows on disk after which rows may move; a quarter of the arena's rows, if that is more."""
 MOVED_ROWS: Final = 1024

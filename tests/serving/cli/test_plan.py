@@ -146,8 +146,13 @@ def test_a_plan_for_cpus_has_the_bytes_of_the_engine(tmp_path: Path, shards: int
     part = Plan.of_snapshot(snapshot, shards, replicate_bytes=2000).partition(plan.shard_index)
     loaded = load_tables(snapshot, part, "", memory_budget_bytes=ram_bytes)
     by_tier = {use.tier: use.size_bytes for use in loaded.engine.memory()}
-    assert (plan.ram_bytes, plan.disk_bytes) == (by_tier["ram"], by_tier.get("disk", 0))
-    assert [table.tier for table in plan.tables] == [count.tier for count in loaded.engine.rows_looked_up()]
+    assert plan.disk_bytes == by_tier.get("disk", 0)
+    # The engine has room for whole rows, of each width.
+    assert 0 <= plan.ram_bytes - by_tier["ram"] < 100 * len(loaded.engine.layout.groups)
+    tiers = {count.table: count.tier for count in loaded.engine.rows_looked_up()}
+    assert {table.name: table.tier for table in plan.tables} == tiers
+    lookups = sum(table.lookups for table in plan.tables if table.tier == "disk")
+    assert 0 < plan.batch.disk_lookups < lookups or plan.fits_in_ram
     assert plan.fits_in_ram == (ram_bytes == 10**6)
 
 

@@ -15,7 +15,7 @@ from shard_node.access_counts import SAMPLE_EVERY
 from shard_node.answer import add_answers
 from shard_node.engine.base import Engine
 from shard_node.engine.loading import load_tables
-from shard_node.engine.tiered_rows import SLOT_BYTES
+from shard_node.engine.memory import SLOT_BYTES
 from shard_node.errors import InvalidBagsError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags

@@ -17,8 +17,7 @@ from router.plan import Plan
 from shard_node.answer import add_answers
 from shard_node.engine.base import Engine, MemoryUse
 from shard_node.engine.loading import load_tables, prepare_load
-from shard_node.engine.memory import RowMemory
-from shard_node.engine.tiered_rows import SLOT_BYTES
+from shard_node.engine.memory import SLOT_BYTES, RowMemory
 from shard_node.errors import InvalidBagsError, MemoryBudgetError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of, random_table_bags

@@ -15,9 +15,9 @@ from router.plan import Plan
 from shard_node.answer import add_answers
 from shard_node.engine.cpu import CpuEngine
 from shard_node.engine.loading import prepare_load
-from shard_node.engine.memory import RowMemory
+from shard_node.engine.memory import SLOT_BYTES, RowMemory
 from shard_node.engine.row_files import BUFFER_BYTES, RowFile, RowFiles
-from shard_node.engine.tiered_rows import MIN_EPOCH, SLOT_BYTES
+from shard_node.engine.tiered_rows import MIN_EPOCH
 from shard_node.errors import RowReadError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of
