@@ -27,7 +27,7 @@ from loader.progress import end_tasks
 from loader.registry.fleet import FleetRegistry
 from loader.snapshot.reader import Snapshot
 from router.errors import HotRowsError
-from router.hot_rows import ROW_OVERHEAD_BYTES, HotRows, HotRowsConfig, HotSet
+from router.hot_rows import ROW_OVERHEAD_BYTES, HotPolicy, HotRows, HotRowsConfig, HotSet
 from router.plan import BucketOwners, Plan
 from router.router import Cutter
 from router.shard import ReplicatedShard
@@ -64,6 +64,10 @@ HALF_LIFE: Final = 32
 MIN_EPOCH: Final = 256
 """Lookups that are counted together, at least."""
 CLOSE_TIMEOUT_S: Final = 10.0
+MAX_SHARDS_WITHOUT: Final = 4
+"""With more shards, versions with access counts have hot rows by default,"""
+DEFAULT_DIVISOR: Final = 16
+"""in this part of the memory limit, which all processes of a host and two versions of each share."""
 _POLL_S: Final = 0.02
 _BUILD_BYTES: Final = 40
 """For each row, while an index is built."""
@@ -121,6 +125,22 @@ class HotBudget:
             if table.keys is None and (counts := snapshot.access_counts(table.name)) is not None
         }
         return hottest_rows(counted, self._size_bytes // int(self._costs.min()))
+
+
+def default_hot_rows(policy: HotPolicy, memory_bytes: int, processes: int) -> HotRowsConfig:
+    """Return the tier of one version in each of so many processes, where no size is chosen."""
+    return HotRowsConfig(size_bytes=memory_bytes // (2 * DEFAULT_DIVISOR * processes), policy=policy, is_default=True)
+
+
+def reason_off(config: HotRowsConfig | None, snapshot: Snapshot, plan: Plan) -> str:
+    """Return why a version has no hot rows; empty if it has some."""
+    if config is None:
+        return "no memory is set aside for them (hot_rows_gb 0)"
+    if config.is_default and plan.num_shards <= MAX_SHARDS_WITHOUT:
+        return f"{plan.num_shards} shards; without hot_rows_gb they are on for more than {MAX_SHARDS_WITHOUT}"
+    if config.is_default and all(snapshot.access_counts(table.name) is None for table in plan.layout.tables):
+        return "the snapshot has no access counts; without hot_rows_gb they are on where it has"
+    return ""
 
 
 def learning_counter(capacity: int) -> AccessCounter:

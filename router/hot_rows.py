@@ -50,10 +50,12 @@ class HotRowsConfig(Frozen):
     Attributes:
         size_bytes: that the tier of one version takes at most: rows, index, what it learns, and a set that is built.
         policy: `static` holds those that the snapshot's access counts name; `learning` those looked up most of late.
+        is_default: nobody chose it; `router.hot_keeper.reason_off` says which versions do without.
     """
 
     size_bytes: int = Field(ge=1)
     policy: HotPolicy = "learning"
+    is_default: bool = False
 
 
 class KeyNumbers:

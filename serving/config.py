@@ -267,9 +267,10 @@ class FrontSettings(TlsSettings, LogSettings, TraceSettings):
     what there is."""
     limits: Limits = setting({}, "--limit NAME=VALUE")
     """A limit, such as max_candidates=500; docs/api.md lists them. In a file, a table."""
-    hot_rows_gb: float = setting(0.0, "GB", ge=0)
+    hot_rows_gb: float | None = setting(None, "GB", ge=0)
     """Copies of the hottest rows in each serving process, of rows on shard nodes: memory for one version's, index
-    included, in 10^9 bytes. 0: none."""
+    included, in 10^9 bytes. 0: none. Default: of versions with access counts on more than 4 shards, in at most 1/16 of
+    the memory limit, which all workers and two versions share; the log says for each version why or why not."""
     hot_rows: Literal["learning", "static"] = setting("learning", file_only=True)
     """What is held: learning, the rows looked up most recently; static, those of the snapshot's access counts."""
     dense_step_wait_s: float = setting(30.0, "S", ge=0, le=86400)

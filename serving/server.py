@@ -17,6 +17,7 @@ import uvloop
 from loader.memory import settle_heap
 from loader.progress import BACKGROUND_SWITCH_INTERVAL_S
 from loader.registry.fleet import FleetRecord
+from router.hot_keeper import default_hot_rows
 from router.hot_rows import HotRowsConfig
 from serving.api.grpc.services import GrpcServer
 from serving.api.http import HttpApp, HttpServer, running_admin
@@ -34,6 +35,7 @@ from serving.rank.service import RankingService
 from serving.versions.fleet_member import FixedShards, FleetMember, LocalRows, ServingConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.buckets import NodeIdentity
+from shard_node.engine.memory import total_memory_bytes
 from shard_node.node import ShardNode
 from shard_node.wire.address import Address
 from shard_node.wire.tls import TlsClientConfig, TlsConfig, TlsContext, server_context
@@ -212,7 +214,11 @@ def fleet_member(
     card_set = settings.open_card_set(options) if options.has_rows else None
     # A disk is waited for, and so are deltas, which are written to rows in this process while it serves.
     may_block = options.has_rows and (version is None or options.memory_budget_gb is not None)
-    hot_bytes = settings.to_bytes(options.hot_rows_gb)
+    hot_rows = None
+    if options.hot_rows_gb is None and not options.has_rows:
+        hot_rows = default_hot_rows(options.hot_rows, total_memory_bytes(), num_workers())
+    elif options.hot_rows_gb:
+        hot_rows = HotRowsConfig(size_bytes=int(options.hot_rows_gb * 1e9), policy=options.hot_rows)
     config = config_of(
         ServingConfig,
         options,
@@ -224,7 +230,7 @@ def fleet_member(
         node_tls=node_tls,
         plan=plan,
         num_replicas=settings.num_replicas(options.ranking_replicas, card_set, may_block=may_block),
-        hot_rows=HotRowsConfig(size_bytes=hot_bytes, policy=options.hot_rows) if hot_bytes else None,
+        hot_rows=hot_rows,
     )
     local = fixed = None
     if options.has_rows:

@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,10 @@ from shard_node.planning.hotness import Head, Hotness, PartOfRanks, ranked_share
 
 GB = 1_000_000_000
 MAX_HOTNESS = 1_000_000
+SumFormat: TypeAlias = Literal["float32", "float16", "int8"]
+"""As in `shard_node.answer`, which takes PyTorch; a test compares them."""
+SUM_TAIL_BYTES = 8
+"""Of a sum as an int8 row: its scale and bias."""
 CPU_ROW_BYTES = 128
 """What a row of `CpuNode.rows_per_s` counts for where tables of several widths are divided."""
 CATALOG: dict[str, Any] = json.loads(Path(__file__).with_name("catalog.json").read_bytes())
@@ -49,10 +53,22 @@ class NetworkOptions(Frozen):
     gb_per_s: float = Field(gt=0)
     # Of a round trip, unloaded.
     latency_us: float = Field(ge=0)
+    # Of each shard's line; None for one that never binds.
+    shard_gb_per_s: float | None = Field(default=None, gt=0)
+    # The narrowest format of sums that the router accepts.
+    sums: SumFormat = "float16"
     # For the hottest rows; or how many there are; or the share of the lookups that they answer.
     hot_rows_gb: float = Field(default=0.0, ge=0)
     hot_rows: int | None = Field(default=None, ge=0)
     hit_rate: float | None = Field(default=None, ge=0, le=1)
+
+    def sum_bytes(self, dim: int) -> int:
+        """Return the bytes of a sum of so many columns on the wire, as `shard_node.answer.rounded` makes it."""
+        return {"float32": 4 * dim, "float16": 2 * dim, "int8": min(dim + SUM_TAIL_BYTES, 2 * dim)}[self.sums]
+
+
+ANY_NETWORK = NetworkOptions(gb_per_s=12.5, latency_us=0.0)
+"""Of a single node: what is cheapest does not depend on it."""
 
 
 class CpuNode(CardSystem):
@@ -106,8 +122,8 @@ class CapacityOptions(Frozen):
 
     @property
     def shard_network(self) -> NetworkOptions:
-        """Return `network`; of a single node one that what is cheapest does not depend on."""
-        return self.network or NetworkOptions(gb_per_s=12.5, latency_us=0.0)
+        """Return `network`, or `ANY_NETWORK`."""
+        return self.network or ANY_NETWORK
 
 
 class TableLookups(NamedTuple):

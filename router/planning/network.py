@@ -2,8 +2,9 @@
 
 A bag of L ids is sent to every shard that has one of its rows. With S shards, all as likely, and hot rows at the router
 that answer a share h of the lookups, that is S * (1 - (1 - (1 - h) / S) ** L) shards in the mean. Each is sent its ids
-and an offset, and answers with a float16 sum, as shards on cards do. A request waits for all of it: time = bytes /
-bandwidth + latency. docs/wire-protocol.md has the frames, docs/plan.md what is left out.
+and an offset, and replies with a sum; on CPUs, with rows as they are stored where that takes no more. A request waits
+for all of it: time = bytes / bandwidth + latency, on the router's line or the busiest shard's, whichever takes longer.
+docs/wire-protocol.md has the frames, docs/plan.md what is left out.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ import numpy.typing as npt
 
 from loader.snapshot.manifest import ModelSpec
 from router.plan import Plan
-from router.planning.inputs import GB, CapacityOptions, LookupProfile, NetworkOptions, TableLookups
+from router.planning.inputs import (
+    ANY_NETWORK,
+    GB,
+    CapacityOptions,
+    CpuNode,
+    LookupProfile,
+    NetworkOptions,
+    TableLookups,
+)
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
-from shard_node.planning.cost_model import BYTES_PER_US, SUM_ITEM_BYTES
+from shard_node.planning.cost_model import BYTES_PER_US
 from shard_node.planning.hotness import Float64Array, RowHotness
 from shard_node.wire.frame import HEADER
 
@@ -33,6 +42,7 @@ MAX_MASKED_OWNERS, MANY_VALUES, NEARLY_ALL = 6, 2, 7 / 8
 # they are. A POOL frame has four arrays and 8 bytes of fields; the model's name is left out.
 BODY_BYTES, ARRAY_BYTES, SMALL_ARRAY_BYTES = 8, 16, 2048
 POOL_BYTES = HEADER.size + BODY_BYTES + 4 * ARRAY_BYTES + 8
+ROUNDING = 1e-9
 # Of arrays of 4-byte numbers, half end in the middle of 8 bytes.
 MEAN_PADDING = 2.0
 
@@ -91,12 +101,17 @@ def stored_row_bytes(layout: TableLayout) -> Float64Array:
 
 
 class StoredLookups(NamedTuple):
-    """What a batch looks up of stored tables, in layout order; `near` are rows at the router."""
+    """What a batch looks up of stored tables, in layout order; `near` are rows at the router.
+
+    `sends_stored` is whether shards may reply with rows as they are stored, as those on CPUs do.
+    """
 
     layout: TableLayout
     lookups: tuple[TableLookups, ...]
     rows: tuple[RowHotness, ...]
     near: NearRows
+    network: NetworkOptions = ANY_NETWORK
+    sends_stored: bool = False
 
     @classmethod
     def of(cls, spec: ModelSpec, layout: TableLayout, fleet: CapacityOptions, profile: LookupProfile) -> StoredLookups:
@@ -108,7 +123,8 @@ class StoredLookups(NamedTuple):
             bounded = ("rows", network.hot_rows)
         if network.hit_rate is not None:
             bounded = ("hit rate", network.hit_rate)
-        return cls(layout, lookups, rows, NearRows.choose(layout, rows, *bounded))
+        near, sends_stored = NearRows.choose(layout, rows, *bounded), isinstance(fleet.system, CpuNode)
+        return cls(layout, lookups, rows, near, network, sends_stored)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +136,8 @@ class ShardLookups:
         turns: int64 [tables], between how many shards batches alternate: all of them for tables that each has.
         shards_hit: by a bag that is not empty.
         parts: bytes, float64 [shards]: "ids" (rows' numbers), "offsets" (where bags begin), "keys" (tables and their
-            bags), "sums" (pooled), and "framing" (headers, fields and padding, both ways; frames have a batch each).
+            bags), "sums" (pooled), "stored" (rows as they are stored), and "framing" (headers, fields and padding, both
+            ways; frames have a batch each).
         requests, replies: all bytes to shards and from them, float64 [shards].
     """
 
@@ -133,18 +150,12 @@ class ShardLookups:
     replies: Float64Array
 
     @classmethod
-    def of(
-        cls,
-        layout: TableLayout,
-        lookups: Sequence[TableLookups],
-        shares: Float64Array,
-        is_copied: npt.NDArray[np.bool_],
-    ) -> ShardLookups:
+    def of(cls, stored: StoredLookups, shares: Float64Array, is_copied: npt.NDArray[np.bool_]) -> ShardLookups:
         """Divide a batch by `shares`, float64 [tables, shards], of each table's lookups.
 
         What a row lacks to 1 the router answers itself. Of a table that every shard has, all lookups go to one of them.
         """
-        num_shards = shares.shape[1]
+        layout, lookups, num_shards = stored.layout, stored.lookups, shares.shape[1]
         # [tables, features], padded with features of no bags.
         lengths, bags = np.zeros((2, len(lookups), max(len(of_table.lengths) for of_table in lookups)))
         for table, of_table in enumerate(lookups):
@@ -168,14 +179,22 @@ class ShardLookups:
         number_bytes = 8 if is_wide else 4
         ids, offsets = values.sum(axis=0) * number_bytes, (num_bags + is_used) * number_bytes
         keys = num_keys * np.where(8 * num_keys > SMALL_ARRAY_BYTES, 8, 12)
-        dims = np.array([table.embedding_dim for table in layout.tables], np.float64)[:, None]
-        some_sums, all_sums = ((sent * dims * SUM_ITEM_BYTES).sum(axis=0) for sent in (hit, all_bags / turns))
-        sums = (1 - sends_all) * some_sums + sends_all * all_sums
+        num_sums = (1 - sends_all) * hit + sends_all * all_bags / turns
+        formats = [RowFormat.of(table.dtype, table.embedding_dim) for table in layout.tables]
+        sizes = [(row.row_bytes, 2 * row.embedding_dim, stored.network.sum_bytes(row.embedding_dim)) for row in formats]
+        row_bytes, float16_bytes, sum_bytes = np.array(sizes, np.float64).T[:, :, None]
+        # As `shard_node.answer.travel_as_stored` decides.
+        stored_limit = num_sums * np.maximum(row_bytes, float16_bytes) * (1 + ROUNDING) * stored.sends_stored
+        is_stored = values * row_bytes <= stored_limit
+        sums = (num_sums * sum_bytes * ~is_stored).sum(axis=0)
+        rows = (values * row_bytes * is_stored).sum(axis=0)
         request_framing = is_used * (POOL_BYTES + MEAN_PADDING * 4)
-        reply_framing = is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * len(layout.groups))
-        requests, replies = ids + offsets + keys + request_framing, sums + reply_framing
+        num_arrays = len(layout.groups) * (1 + stored.sends_stored)
+        reply_framing = is_used * (HEADER.size + BODY_BYTES + ARRAY_BYTES * num_arrays)
+        requests, replies = ids + offsets + keys + request_framing, sums + rows + reply_framing
         shards_hit = float(hit.sum() / num_filled) if num_filled else 0.0
-        parts = {"ids": ids, "offsets": offsets, "keys": keys, "sums": sums, "framing": request_framing + reply_framing}
+        parts = {"ids": ids, "offsets": offsets, "keys": keys, "sums": sums, "stored": rows}
+        parts["framing"] = request_framing + reply_framing
         return cls(values, hit, turns[:, 0], shards_hit, parts, requests, replies)
 
 
@@ -198,8 +217,10 @@ class NetworkTime:
 
     @classmethod
     def of(cls, sent: ShardLookups, network: NetworkOptions) -> NetworkTime:
-        """Return bytes / bandwidth + latency."""
-        there, back = (float(size.sum()) / (network.gb_per_s * BYTES_PER_US) for size in (sent.requests, sent.replies))
+        """Return bytes / bandwidth + latency, of the router's line or of the shard's that has the most bytes."""
+        line, shard_line = network.gb_per_s * BYTES_PER_US, (network.shard_gb_per_s or np.inf) * BYTES_PER_US
+        sides = sent.requests, sent.replies
+        there, back = (max(float(size.sum()) / line, float(size.max()) / shard_line) for size in sides)
         latency = network.latency_us if there else 0.0
         bound = "bandwidth" if there + back > latency else "latency"
         return cls(there, back, latency, there + back + latency, bound, max(there, back))
@@ -240,7 +261,7 @@ class FleetLookups:
             # Of a copied table each shard has all rows, and the mean of its lookups.
             on_shards = rows.rows()[:, None] / shares.shape[1] if self.is_copied[table] else by_shard
             shares[table] = (lookups * near.missed[table]) @ on_shards / float(lookups @ rows.rows())
-        return ShardLookups.of(self.stored.layout, self.stored.lookups, shares, self.is_copied)
+        return ShardLookups.of(self.stored, shares, self.is_copied)
 
     def part(self, shard: int, sent: ShardLookups) -> Float64Array:
         """Return the loads of each table, float64 [tables, 3], with only those bags of which a shard has a row."""

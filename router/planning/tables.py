@@ -26,7 +26,7 @@ from router.planning.network import StoredLookups
 from shard_node.bags import Int64Array, TableLayout
 from shard_node.cuda.kernel_params import RowFormat
 from shard_node.planning.card_plan import PLACE_BYTES, Owners, deal
-from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, SUM_ITEM_BYTES, sector_bytes
+from shard_node.planning.cost_model import BYTES_PER_US, INDEX_BYTES, SECTOR_BYTES, sector_bytes
 from shard_node.planning.hotness import Float64Array
 
 MIN_SLICE_DIM = 32
@@ -145,7 +145,8 @@ class TablePlanner:
         values, hit = lookups.values, lookups.bags_hit(1 if is_copy else spread)
         load_us = (values * _lookup_us(fleet, table, dim) + hit * _id_us(fleet)) / spread
         size = table.num_embeddings * _row_bytes(table, dim)
-        back_bytes = SUM_ITEM_BYTES * dim * hit
+        network = fleet.shard_network
+        back_bytes = network.sum_bytes(dim) * hit
         if isinstance(fleet.system, CpuNode):
             row_bytes = RowFormat.of(table.dtype, dim).row_bytes
             # As in `shard_node.answer.travel_as_stored`.
@@ -156,7 +157,8 @@ class TablePlanner:
             load_us += work_bytes / spread / (fleet.system.hbm_gb_per_s * BYTES_PER_US)
         # Ids and where bags begin to shards, and sums or stored rows back.
         moved_bytes = INDEX_BYTES * (values + hit) + back_bytes
-        network_us = moved_bytes * (1 / (fleet.shard_network.gb_per_s * BYTES_PER_US))
+        line_gb = min(network.gb_per_s, fleet.shards * (network.shard_gb_per_s or np.inf))
+        network_us = moved_bytes * (1 / (line_gb * BYTES_PER_US))
         cost_us = slices * (spread * load_us / fleet.shards + network_us)
         return Option(kind, slices, spread, load_us, size if is_copy else -(-size // spread), cost_us)
 

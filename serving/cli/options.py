@@ -273,6 +273,8 @@ follow_option = switch("--follow", "Show how far it is until it ends; exit code 
 network_options = together(
     option("--network-gb-per-s GB", "Of the router's line to the shards, one direction.",
            FiniteRange(0, min_open=True), DEFAULT_NETWORK_GB_PER_S),
+    option("--shard-gb-per-s GB", "Of each shard's line. Default: it never binds.", FiniteRange(0, min_open=True)),
+    option("--sums", "Format of sums that shards send.", click.Choice(("float32", "float16", "int8")), "float16"),
     option("--network-us US", "A round trip between router and shard, unloaded.", FiniteRange(0, 1e6),
            DEFAULT_NETWORK_US),
     gigabytes("--hot-rows-gb", "Of the router's process, for the hottest rows, which it looks up itself.", 0.0),

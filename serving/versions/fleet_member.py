@@ -43,7 +43,7 @@ from loader.snapshot.store import Store
 from loader.stores import open_store
 from loader.stores.cache import StoreUrl
 from router.errors import HotRowsError
-from router.hot_keeper import HotRowsKeeper, HotStatus
+from router.hot_keeper import HotRowsKeeper, HotStatus, reason_off
 from router.hot_rows import HotRows
 from router.outliers import ReplicaEvents
 from router.plan import Plan
@@ -61,6 +61,7 @@ from serving.versions.loaded_version import LoadedVersion, LoadOptions, ShardsFa
 from shard_node.agent.agent import Agent, AgentConfig
 from shard_node.agent.node_agent import NodeActions
 from shard_node.engine.memory import RowMemory, available_memory_bytes, total_memory_bytes
+from shard_node.errors import MemoryBudgetError
 from shard_node.freshness import FreshnessBound
 from shard_node.node import LocalShard, NodeInfo, ShardNode
 from shard_node.wire.address import Address
@@ -182,6 +183,9 @@ class FleetMember:
         self._open_registry, self._fixed = open_registry, fixed
         self._hot_rows: dict[str, HotRows] = {}
         self._hot_memory = RowMemory()
+        if config.hot_rows is not None and config.hot_rows.is_default:
+            # Of two versions, as during a rollout.
+            self._hot_memory.cap_bytes = 2 * config.hot_rows.size_bytes
         self._hot_reports: dict[tuple[str, int], HotReport] = {}
         self.address = ""
         self.fleet, self._service, self._config = fleet, service, config
@@ -438,13 +442,23 @@ class FleetMember:
                 for index, source in enumerate(sources)
             ]
 
-        if config.hot_rows is None:
+        hot_rows, name = config.hot_rows, f"hot rows of version {version} of model {model!r}"
+        reason = reason_off(hot_rows, snapshot, plan)
+        if hot_rows is None or reason:
+            logger.info("%s: off: %s", name, reason)
             return plan, shards, None
         # Runs after the keeper has ended and reported for the last time.
         closing.callback(self._hot_reports.pop, (model, version), None)
         fleet = None if self._open_registry is None else self._open_fleet
         followed = fleet, self._report_hot, self._hot_memory, self._hot_rows.get(model)
-        keeper = HotRowsKeeper(config.hot_rows, snapshot, plan, partial(shards, ReplicaEvents()), *followed)
+        try:
+            keeper = HotRowsKeeper(hot_rows, snapshot, plan, partial(shards, ReplicaEvents()), *followed)
+        except (HotRowsError, MemoryBudgetError) as error:
+            if not hot_rows.is_default:
+                raise
+            logger.warning("%s: off: %s", name, error)
+            return plan, shards, None
+        logger.info("%s: on, in at most %d bytes", name, hot_rows.size_bytes)
         closing.callback(keeper.close)
         self._hot_rows[model] = keeper.rows
         keeper.start()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.plan import Plan
-from router.planning import network
-from router.planning.inputs import TableLookups
+from router.planning import inputs, network
+from router.planning.inputs import ANY_NETWORK, NetworkOptions, TableLookups
 from router.planning.network import (
     FleetLookups,
     NearRows,
+    NetworkTime,
     ShardLookups,
     StoredLookups,
 )
+from shard_node import answer
 from shard_node import split as split_module
-from shard_node.answer import Answer, group_keys
+from shard_node.answer import Answer, group_keys, rounded, travel_as_stored
 from shard_node.bags import Bags
 from shard_node.planning.hotness import Head, Hotness
 from shard_node.split import split, whole
@@ -38,10 +42,12 @@ def test_shards_hit_by_a_bag_are_those_of_random_bags(shards, ids):
     assert TableLookups(0, 0, 0, ((ids, 20_000),)).bags_hit(shards) == pytest.approx(hit, rel=0.02)
 
 
-def sent_evenly(layout, lookups, num_shards, hit_rate=0.0):
+def sent_evenly(layout, lookups, num_shards, *forms, hit_rate=0.0):
     """The lookups of every table, but for those that hot rows answer, divided evenly."""
     shares = np.full((len(lookups), num_shards), (1 - hit_rate) / num_shards)
-    return ShardLookups.of(layout, lookups, shares, np.zeros(len(lookups), np.bool_))
+    rows = Hotness().of(layout)
+    stored = StoredLookups(layout, lookups, rows, NearRows.choose(layout, rows, "bytes", 0), *forms)
+    return ShardLookups.of(stored, shares, np.zeros(len(lookups), np.bool_))
 
 
 def drawn_bags(layout, rng, hotness, num_bags, *, ragged):
@@ -52,11 +58,16 @@ def drawn_bags(layout, rng, hotness, num_bags, *, ragged):
     return lengths, Bags.from_lengths(np.arange(len(lengths), dtype=np.int32), counts, flat, values)
 
 
-def answer_of(layout, bags):
-    """An answer of the shape that cards give, without its rows."""
-    starts = bags.bag_starts()
-    shapes = [(starts[end] - starts[first], group.embedding_dim) for group, first, end in group_keys(layout, bags)]
-    return Answer([np.zeros(shape, np.float16) for shape in shapes])
+def answer_of(layout, bags, sums="float16", *, stored=False):
+    """A reply of the shape that cards give, or shards on CPUs, without its rows."""
+    sums_of_groups, rows_of_groups = [], []
+    for group, first, end in group_keys(layout, bags):
+        counts, values = bags.bags_per_key[first:end], bags.values_per_key()[first:end]
+        is_stored = travel_as_stored(group, values, counts) & stored
+        pooled = np.zeros((int(counts @ ~is_stored), group.embedding_dim), np.float32)
+        sums_of_groups.append(rounded(pooled, sums))
+        rows_of_groups.append(np.zeros((int(values @ is_stored), group.row_bytes), np.uint8))
+    return Answer(sums_of_groups, rows_of_groups if stored else None)
 
 
 def lookups_of(lengths, batches):
@@ -76,7 +87,8 @@ TABLES = {
 @pytest.mark.parametrize("tables", TABLES)
 @pytest.mark.parametrize(("shards", "hotness"), [(2, 1), (2, 20), (4, 2), (8, 20)])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_estimated_bytes_are_those_of_real_frames(shards, hotness, tables, ragged):
+@pytest.mark.parametrize(("sums", "stored"), [("float16", False), ("float16", True), ("int8", False)])
+def test_estimated_bytes_are_those_of_real_frames(shards, hotness, tables, ragged, sums, stored):
     layout = layout_like(*TABLES[tables])
     rng, num_draws = np.random.default_rng(17), 6
     out, back, all_lengths = 0, 0, []
@@ -89,9 +101,9 @@ def test_estimated_bytes_are_those_of_real_frames(shards, hotness, tables, ragge
             parts = split(bags, rng.integers(0, shards, bags.num_values).astype(np.uint8), range(shards))
         for part in parts:
             out += sum(map(len, encode_pool(1, 0, "", 3, part.bags)))
-            back += sum(map(len, encode_answer(1, answer_of(layout, part.bags))))
+            back += sum(map(len, encode_answer(1, answer_of(layout, part.bags, sums, stored=stored))))
     lookups = lookups_of([np.concatenate(of_table) for of_table in zip(*all_lengths, strict=True)], num_draws)
-    estimated = sent_evenly(layout, lookups, shards)
+    estimated = sent_evenly(layout, lookups, shards, ANY_NETWORK.model_copy(update={"sums": sums}), stored)
     assert estimated.requests.sum() == pytest.approx(out / num_draws, rel=0.01)
     # With ragged bags a shard is sent all bags of some batches, and only those with a value there of others.
     assert estimated.replies.sum() == pytest.approx(back / num_draws, rel=0.06 if ragged else 0.015)
@@ -101,6 +113,37 @@ def test_constants_are_those_of_split_and_messages():
     for name in ("MAX_MASKED_OWNERS", "MANY_VALUES", "NEARLY_ALL"):
         assert getattr(network, name) == getattr(split_module, name)
     assert network.SMALL_ARRAY_BYTES == messages.SMALL_ARRAY_BYTES
+    assert get_args(inputs.SumFormat) == get_args(answer.SumFormat)
+
+
+@pytest.mark.parametrize("sums", get_args(answer.SumFormat))
+@pytest.mark.parametrize("dim", [4, 8, 9, 128])
+def test_bytes_of_a_sum_are_those_of_its_format(sums, dim):
+    pooled = answer.rounded(np.ones((3, dim), np.float32), sums)
+    line = NetworkOptions(gb_per_s=1, latency_us=0, sums=sums)
+    assert line.sum_bytes(dim) == pooled.nbytes / 3
+
+
+@pytest.mark.parametrize(
+    ("router_gb", "shard_gb", "expected_us"),
+    [(1.0, None, (4.0, 8.0)), (1.0, 0.5, (6.0, 8.0)), (10.0, 0.5, (6.0, 6.0)), (10.0, 100.0, (0.4, 0.8))],
+)
+def test_the_slower_of_router_and_busiest_shard_binds(router_gb, shard_gb, expected_us):
+    sizes = {"requests": np.array([1000.0, 3000.0]), "replies": np.array([2000.0, 3000.0, 3000.0])}
+    sent = ShardLookups(*[np.zeros((1, 3))] * 2, np.ones(1, np.int64), 1.0, {}, **sizes)
+    time = NetworkTime.of(sent, NetworkOptions(gb_per_s=router_gb, shard_gb_per_s=shard_gb, latency_us=7))
+    assert (time.out_us, time.back_us) == pytest.approx(expected_us)
+    assert time.alone_us == pytest.approx(sum(expected_us) + 7)
+    assert time.busy_us == pytest.approx(max(expected_us))
+
+
+def test_rows_travel_as_stored_from_cpus_where_that_takes_no_more():
+    layout = layout_like((128, "int8"), (128, "int8"))
+    lookups = [TableLookups(600, 600, 1, ((1.0, 600.0),)), TableLookups(6000, 600, 10, ((10.0, 600.0),))]
+    sent = sent_evenly(layout, lookups, 2, ANY_NETWORK, True)
+    assert sent.parts["stored"].sum() == pytest.approx(600 * 136)
+    assert sent.parts["sums"].sum() == pytest.approx(1200 * 256, rel=0.01)
+    assert sent_evenly(layout, lookups, 2).parts["stored"].sum() == 0
 
 
 def fleet_of(layout, rows, owners, num_shards, lookups=None):

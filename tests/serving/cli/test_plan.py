@@ -296,6 +296,11 @@ def test_a_request_takes_the_slowest_shard_and_the_network() -> None:
     # 12.5 GB/s: 80 ps a byte.
     sent = found.ids_bytes + found.offsets_bytes + found.keys_bytes + found.sums_bytes + found.framing_bytes
     assert time.out_us + time.back_us == pytest.approx(sent * 80e-6)
+    narrow = network("--shard-gb-per-s", "0.1", "--replicate-bytes", "0").time
+    # The busiest of four shards has more than a quarter of the bytes.
+    assert sent / 4 * 0.01 < narrow.out_us + narrow.back_us < 1.3 * sent / 4 * 0.01
+    int8 = network("--sums", "int8")
+    assert int8.sums_bytes < found.sums_bytes
     slow = network("--network-us", "5000")
     assert slow.bound == "network latency"
     fast = network("--network-gb-per-s", "1000000", "--network-us", "0")
