@@ -4,7 +4,7 @@
     python scripts/measure_shaped_network.py --tc 1000,10000 --json FILE    (as root; links by tc)
     python scripts/measure_shaped_network.py --balance
 
-Each shard node is a process behind a link of its own: a direction of `loadtest.drill.proxy`, all in one more process, or
+Each shard node is a process behind a link of its own: directions of `loadtest.drill.proxy`, all in one more process, or
 with --tc a veth pair with a token bucket. One router asks them, with and without the 5,000 hottest rows. Proxies cost
 CPU: choose links so slow that they bind, and not the cores.
 """
