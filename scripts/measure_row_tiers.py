@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -96,11 +98,14 @@ class OnlyReads:
 
 
 class PageCache:
-    """Pools from the mapped file: which rows are in memory is the kernel's choice."""
+    """Pools from the mapped file: which rows are in memory is the kernel's choice. With advice it reads single pages."""
 
-    def __init__(self, snapshot: Snapshot, _: int) -> None:
-        table = snapshot.spec.tables[0]
-        self._mapped = as_tensor("int8", snapshot.rows_file("rows", 0))
+    def __init__(self, snapshot: Snapshot, _: int, advice: int = mmap.MADV_RANDOM) -> None:
+        table, (path, offset) = snapshot.spec.tables[0], snapshot.rows_at("rows", 0)
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        mapped.madvise(advice)
+        self._mapped = as_tensor("int8", np.frombuffer(mapped, np.uint8, offset=offset).reshape(-1, ROW_BYTES))
         self._order = RowBuckets.of(table).in_file(1 << (table.num_embeddings - 1).bit_length(), 0)
 
     def pool(self, ids: np.ndarray) -> None:
@@ -132,7 +137,12 @@ class Tiers:
         return {"hit_rate": lookups["ram"] / sum(lookups.values()), "read_bytes": use.size_bytes, "reads": use.reads}
 
 
-WAYS: dict[str, Callable[[Snapshot, int], Any]] = {"reads": OnlyReads, "page cache": PageCache, "tiers": Tiers}
+WAYS: dict[str, Callable[[Snapshot, int], Any]] = {
+    "reads": OnlyReads,
+    "page cache, read ahead": partial(PageCache, advice=mmap.MADV_NORMAL),
+    "page cache": PageCache,
+    "tiers": Tiers,
+}
 
 
 def serve(sender: Connection, way: str, folder: Path, hot_bytes: int, seconds: float, group: Path | None) -> None:
@@ -166,7 +176,8 @@ def serve(sender: Connection, way: str, folder: Path, hot_bytes: int, seconds: f
         "load_s": load_s,
         "requests_per_s": measured.size / seconds,
     }
-    result |= dict(zip(("p50_ms", "p99_ms"), (1e3 * np.percentile(measured, [50, 99])).tolist(), strict=True))
+    if measured.size:
+        result |= dict(zip(("p50_ms", "p99_ms"), (1e3 * np.percentile(measured, [50, 99])).tolist(), strict=True))
     result["cpu_s"] = time.process_time()
     if way == "reads":
         result["reads_per_s"] = result["requests_per_s"] * BAGS * IDS * 0.15
@@ -217,7 +228,13 @@ def main() -> None:
     if group is None:
         raise SystemExit("no control group with a limit of memory can be made: not measured")
     head_bytes = HEAD * (ROW_BYTES + SLOT_BYTES)
-    ways = [("reads", 0), ("page cache", 0), ("tiers", head_bytes), ("tiers", max(head_bytes, limit - PROCESS_BYTES))]
+    ways = [
+        ("reads", 0),
+        ("page cache, read ahead", 0),
+        ("page cache", 0),
+        ("tiers", head_bytes),
+        ("tiers", max(head_bytes, limit - PROCESS_BYTES)),
+    ]
     results: list[dict[str, Any]] = []
     try:
         for _ in range(options.rounds):

@@ -136,8 +136,8 @@ class RowSettings(Settings):
     """Where the rows of a process are, and what memory they may use."""
 
     memory_budget_gb: float | None = setting(None, file_only=True, ge=0)
-    """RAM for rows, in 10^9 bytes; the largest tables beyond it stay in the mapped files. Default: all in RAM. With
-    GPUs, RAM for rows that no card has room for, if that is less than pinned_memory_gb."""
+    """RAM for rows, in 10^9 bytes; of the largest tables beyond it the hottest rows are in RAM, all others on disk.
+    Default: all in RAM. With GPUs, RAM for rows that no card has room for, if that is less than pinned_memory_gb."""
     max_memory_gb: float | None = setting(None, file_only=True, ge=0)
     """With --registry: RAM for the rows of all versions together, on each process that has rows, in 10^9 bytes. A
     version beyond it is refused before it is loaded. Default: what is available."""

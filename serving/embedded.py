@@ -89,7 +89,7 @@ class Ranker(Client):
             card_options: what the rows may take of the cards, if that is not the CPU.
             dtype: of the dense model; `auto` is the fastest that the device has and golden requests bear out.
             num_replicas: ranking replicas, each a thread; on cards they take turns over these.
-            memory_budget_bytes: RAM for rows; what does not fit stays in the mapped files, or, with cards, is refused.
+            memory_budget_bytes: RAM for rows; of what does not fit cold rows are on disk, or, with cards, it is refused.
                 None: all in RAM, or, with cards, as much pinned memory as `card_options` says.
             verify: check every file's SHA-256.
             trust_exported: run an exported program, which is code and can do whatever this process can.
@@ -121,7 +121,7 @@ class ModelSource(LoadOptions):
         snapshot: its folder.
         local_shards: shards in this process; 1 but for tests.
         cards: of each shard.
-        memory_budget_bytes: RAM for rows, what does not fit stays in mapped files; None to hold all of them.
+        memory_budget_bytes: RAM for rows, of what does not fit cold rows are on disk; None to hold all of them.
         card_set: the cards for rows; None to pool on the CPU.
         rows_checked: all rows were: they stay in the files, and only those that are looked up are read.
     """

@@ -254,7 +254,7 @@ class VersionReport(VersionStatus):
         reason: why it is refused, or what it waits for.
         passing: the reason may pass by itself, and the version is tried again although it is refused.
         plan_digest: who owns what; only of processes that hold rows, as are memory_bytes and delta_sequence.
-        memory_bytes: of its rows in RAM and on cards; `memory_tiers`: by tier, mapped files among them.
+        memory_bytes: of its rows in RAM and on cards; `memory_tiers`: by tier, disk among them.
         hot: copies of rows that are on shard nodes; serving processes only, as are golden_difference and dense_step.
         leases: requests that use it now.
         golden_difference: largest difference from a golden score; None without golden requests.

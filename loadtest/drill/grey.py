@@ -33,9 +33,9 @@ NODE_VERSIONS: Final = 2
 """A shard node has memory for the rows of all shards of so many versions,"""
 LARGER: Final = 8
 """and none for a version with so many times the users."""
-BEHIND_PROXY, MAPPED = "shard-0-1", "shard-1-1"
-MAPPED_GB: Final = 0.0015
-"""Memory of `MAPPED`, whose rows stay in the snapshot's files, for pages that deltas change."""
+BEHIND_PROXY, ON_DISK = "shard-0-1", "shard-1-1"
+ON_DISK_GB: Final = 0.0005
+"""Memory of `ON_DISK`, whose rows are on disk: too little for any row that deltas change."""
 DISKS: Final = {"full-store": "store", "full-redis": "redis", "full-recordings": "recordings"}
 OF_SHARD_NODES: Final = ("stop-shard-node", "lose-requests", "lose-replies", "delay", "memory-version", "memory-deltas")
 REFUSING: Final = ("full-store", "memory-version", "memory-deltas")
@@ -53,7 +53,7 @@ async def run_drill(config: GreyDrillConfig, folder: Path, progress: Progress) -
         proxy = await stack.enter_async_context(listening(TcpProxy(lambda: asyncio.open_connection(HOST, node_port))))
         processes: dict[str, dict[str, Any]] = {
             BEHIND_PROXY: {"listen": [f"{HOST}:{node_port}"], "advertise": f"{HOST}:{proxy.port}"},
-            MAPPED: {"memory_budget_gb": 0.0, "max_memory_gb": MAPPED_GB},
+            ON_DISK: {"memory_budget_gb": 0.0, "max_memory_gb": ON_DISK_GB},
         }
         for worker in range(config.workers):
             record = folder / "recordings" / str(worker)
@@ -111,7 +111,7 @@ async def placed(fleet: OracleFleet, proxy: TcpProxy, fault: Fault, number: int)
         with filled(fleet.folder / DISKS[fault]):
             yield DISKS[fault]
     elif fault in REFUSING:
-        yield MAPPED if fault == "memory-deltas" else "shard nodes"
+        yield ON_DISK if fault == "memory-deltas" else "shard nodes"
     else:
         direction = proxy.requests if fault == "lose-requests" else proxy.replies
         direction.is_black, direction.delay_s = fault != "delay", DELAY_S if fault == "delay" else 0.0
@@ -128,7 +128,7 @@ async def _refusal(fleet: OracleFleet, config: GreyDrillConfig, fault: Fault, en
         async with running_trainer(fleet, config, Counter(), {}):
             await asyncio.sleep(ends - time.monotonic())
             nodes = {node.node_id: node for node in await fleet.registry.nodes()}
-        report = nodes[MAPPED].report(config.model, live) if MAPPED in nodes else None
+        report = nodes[ON_DISK].report(config.model, live) if ON_DISK in nodes else None
         return "" if report is None else report.reason
     larger = {"users": LARGER * config.users} if fault == "memory-version" else {}
     try:

@@ -6,7 +6,7 @@ const STEPS = {
   stage_shards: "load on shards", stage_serving: "load on serving", replay: "catch up", canary: "canary", flip: "flip",
   bake: "bake", unflip: "flip back", retire_serving: "retire on serving", retire_shards: "retire on shards",
 };
-const TIERS = { ram: "RAM", mapped: "SSD", card: "card", hot: "hot copies", pinned: "pinned" };
+const TIERS = { ram: "RAM", disk: "SSD", card: "card", hot: "hot copies", pinned: "pinned" };
 const STATES = { ready: "good", up: "good", live: "good", refused: "bad", draining: "warn", staging: "warn", waiting: "warn", ending: "warn" };
 const $ = (id) => document.getElementById(id);
 let token = "", state = null, history = null, access = null, readAt = null, shown = "", colours = new Map();

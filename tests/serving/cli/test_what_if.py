@@ -35,7 +35,7 @@ def described(folder: Path, **table: Any) -> Path:
 
 
 def test_int4_cold_tail_relieves_memory(tmp_path: Path) -> None:
-    """Exercise 11.7.1 (a). M_comm is of rows as they are stored; the sums that are sent are as large as ever."""
+    """Exercise 11.7.1 (a). M_comm is of rows as they are stored, and so do single rows of a bag travel."""
     dtype = {"hot": "fp32", "cold": "int4", "hot_share": 5000 / 2e9}
     before, after = described(tmp_path), described(tmp_path, dtype=dtype, bucketing="mixed")
     arguments = ("--hotness", "f0=40", *HOSTS, *STEP, "--hot-rows", 5000)
@@ -43,7 +43,8 @@ def test_int4_cold_tail_relieves_memory(tmp_path: Path) -> None:
     assert shares(found, "before") == [1.0, 0.2013, 0.0]
     assert shares(found, "after") == [0.1328, 0.0252, 0.0]
     assert (found["before"]["binds"], found["after"]["table_bytes"]) == ("memory", 128e9 + 5000 * (512 - 64))
-    assert found["after"]["sent_bytes"] == pytest.approx(found["before"]["sent_bytes"], rel=0.03)
+    # Rows of 68 bytes travel in place of float16 sums of 256, beside as many ids.
+    assert found["after"]["sent_bytes"] == pytest.approx(0.34 * found["before"]["sent_bytes"], rel=0.02)
     # Without a copy near it, the head goes on as it is: the network's budget is hardly relieved.
     cold = what_if("--model", before, *arguments[:-2], "--what-if", f"model={after}")
     assert shares(cold, "before")[1] == 1.3422

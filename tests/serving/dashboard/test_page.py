@@ -59,7 +59,7 @@ class PlayedTraffic:
         for place, node in enumerate(self._fleet.shard_nodes()):
             node.delta_sequence = dict.fromkeys(node.held, max(0, last_delta - (place == 2)))
             size = (312 + 5 * place) * MB
-            tiers = {"ram": size, "mapped": 2 * size}
+            tiers = {"ram": size, "disk": 2 * size}
             node.told = {version: {"memory_tiers": tiers, "memory_bytes": size, "leases": 2} for version in node.held}
             node.machine = {"memory_total_bytes": 64_000 * MB, "memory_available_bytes": (41_000 - 700 * place) * MB}
 
