@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,13 @@ class OnlyReads:
 
 
 class PageCache:
-    """Pools from the mapped file: which rows are in memory is the kernel's choice. With advice it reads single pages."""
+    """Pools from the mapped file: the kernel chooses which rows are in memory, and reads single pages."""
 
-    def __init__(self, snapshot: Snapshot, _: int, advice: int = mmap.MADV_RANDOM) -> None:
+    def __init__(self, snapshot: Snapshot, _: int) -> None:
         table, (path, offset) = snapshot.spec.tables[0], snapshot.rows_at("rows", 0)
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        mapped.madvise(advice)
+        mapped.madvise(mmap.MADV_RANDOM)
         self._mapped = as_tensor("int8", np.frombuffer(mapped, np.uint8, offset=offset).reshape(-1, ROW_BYTES))
         self._order = RowBuckets.of(table).in_file(1 << (table.num_embeddings - 1).bit_length(), 0)
 
@@ -121,7 +121,7 @@ class Tiers:
     """Pools by tier, with the hottest rows in so many bytes."""
 
     def __init__(self, snapshot: Snapshot, hot_bytes: int) -> None:
-        plan = Plan.make(snapshot.spec)
+        plan, self.rows = Plan.make(snapshot.spec), snapshot.spec.tables[0].num_embeddings
         load = prepare_load(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=hot_bytes)
         self.engine = load.run(load.take(RowMemory(reserve_bytes=0))).engine
 
@@ -132,14 +132,18 @@ class Tiers:
     def report(self) -> dict[str, Any]:
         """Return lookups by tier, and what was read."""
         lookups = {count.tier: count.rows for count in self.engine.rows_looked_up()}
+        rng = np.random.default_rng(0)
+        for _ in range(500):  # Alone: with all rows in memory, and with all on disk.
+            self.engine.pool(bags_of(rng.integers(0, HEAD, BAGS * IDS)))
+        for _ in range(100):
+            self.engine.pool(bags_of(rng.integers(HEAD, self.rows, BAGS * IDS)))
         use = self.engine.disk_use()
         assert use is not None
-        return {"hit_rate": lookups["ram"] / sum(lookups.values()), "read_bytes": use.size_bytes, "reads": use.reads}
+        return {"hit_rate": lookups["ram"] / sum(lookups.values()), **asdict(use)}
 
 
 WAYS: dict[str, Callable[[Snapshot, int], Any]] = {
     "reads": OnlyReads,
-    "page cache, read ahead": partial(PageCache, advice=mmap.MADV_NORMAL),
     "page cache": PageCache,
     "tiers": Tiers,
 }
@@ -230,7 +234,6 @@ def main() -> None:
     head_bytes = HEAD * (ROW_BYTES + SLOT_BYTES)
     ways = [
         ("reads", 0),
-        ("page cache, read ahead", 0),
         ("page cache", 0),
         ("tiers", head_bytes),
         ("tiers", max(head_bytes, limit - PROCESS_BYTES)),

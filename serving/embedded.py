@@ -89,7 +89,7 @@ class Ranker(Client):
             card_options: what the rows may take of the cards, if that is not the CPU.
             dtype: of the dense model; `auto` is the fastest that the device has and golden requests bear out.
             num_replicas: ranking replicas, each a thread; on cards they take turns over these.
-            memory_budget_bytes: RAM for rows; of what does not fit cold rows are on disk, or, with cards, it is refused.
+            memory_budget_bytes: RAM for rows; cold rows beyond it are on disk, or, with cards, refused.
                 None: all in RAM, or, with cards, as much pinned memory as `card_options` says.
             verify: check every file's SHA-256.
             trust_exported: run an exported program, which is code and can do whatever this process can.

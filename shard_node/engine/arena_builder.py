@@ -338,6 +338,7 @@ class ArenaLoad(TableLoad):
         self._arenas.append(tiered := TieredRows(*shape, row_files, resident, int(cards[(cards >= 0).argmax()])))
         for file in files:
             self._scan(file, tiered)
+        row_files.forget_pages()
 
     def _scan(self, on_disk: _FileOnDisk, rows: TieredRows) -> None:
         """Check the local rows of a file, and load those of them that begin in memory."""

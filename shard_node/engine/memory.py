@@ -23,7 +23,8 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
     The smallest of MemAvailable (proc_meminfo(5)) and, for every control group from this process's own up to the root,
     its limit less its usage (cgroup v2 memory.max and memory.current, v1 memory.limit_in_bytes and
-    memory.usage_in_bytes). Page cache that a group could drop counts as used, so the answer errs on the small side.
+    memory.usage_in_bytes) but for files that were read once. Other page cache counts as used: the answer is on the
+    small side.
     """
     left = (max(0, limit - usage) for limit, usage in _control_groups(root) if limit is not None)
     return min([_machine_bytes(root, "MemAvailable"), *left])
@@ -64,7 +65,12 @@ def _control_groups(root: Path) -> list[tuple[int | None, int]]:
             if level.is_relative_to(top):
                 with suppress(FileNotFoundError, NotADirectoryError):
                     limit, usage = ((level / name).read_text(encoding="ascii").strip() for name in names)
-                    found.append((None if limit == "max" else int(limit), int(usage)))
+                    stat = (
+                        (level / "memory.stat").read_text(encoding="ascii") if (level / "memory.stat").exists() else ""
+                    )
+                    sizes = dict(line.split() for line in stat.splitlines())
+                    read_once = sizes.get("total_inactive_file") or sizes.get("inactive_file") or 0
+                    found.append((None if limit == "max" else int(limit), max(0, int(usage) - int(read_once))))
     return found
 
 
@@ -131,7 +137,10 @@ class RowMemory:
         return max(0, left if self.cap_bytes is None else min(left, self.cap_bytes - self.held_bytes))
 
     def take(self, size_bytes: int, into: Claim | None = None) -> Claim:
-        """Claim memory that is about to be allocated, `into` a claim or a new one. Raises MemoryBudgetError."""
+        """Claim memory that is about to be allocated, `into` a claim or a new one; below 0 it is given back.
+
+        Raises MemoryBudgetError.
+        """
         with self._lock:
             self._claims = [claim for claim in self._claims if claim.is_active]
             claimed = sum(claim.sizes[0] for claim in self._claims)
@@ -142,7 +151,7 @@ class RowMemory:
                     f"rows take {size_bytes} bytes beside {claimed} of the versions that are here, "
                     f"which is {claimed + size_bytes}, but at most {self.cap_bytes} are allowed"
                 )
-            if size_bytes and size_bytes + filling > available - self.reserve_bytes:
+            if size_bytes > 0 and size_bytes + filling > available - self.reserve_bytes:
                 raise MemoryBudgetError(
                     f"rows take {size_bytes} bytes, but {available} are available and {self.reserve_bytes} are kept "
                     f"free; versions that are here take {claimed - filling}, others that are being staged {filling}. "

@@ -66,6 +66,8 @@ def machine(root: Path, cgroup: str, groups: dict[str, tuple[str, int]]) -> Path
         (root / folder).mkdir(parents=True, exist_ok=True)
         for name, value in zip(names, (maximum, current), strict=True):
             (root / folder / name).write_text(f"{value}\n")
+        if folder.endswith("/c"):
+            (root / folder / "memory.stat").write_text(f"anon 5\ninactive_file {2 * MIB}\nactive_file {MIB}\n")
     return root
 
 
@@ -80,6 +82,8 @@ def machine(root: Path, cgroup: str, groups: dict[str, tuple[str, int]]) -> Path
         # Version one: other controllers are not read.
         ("9:memory:/x\n3:cpu,cpuacct:/y\n", {"/memory/x": (str(3 * MIB), 1), "/y": ("0", 0)}, 2),
         ("0::/\n", {"": (str(MIB), 2)}, 0),
+        # Files that were read once are given up first.
+        ("0::/c\n", {"/c": (str(4 * MIB), 3), "": ("max", 2)}, 3),
     ],
 )
 def test_available_memory_is_the_least_of_all_groups(tmp_path, cgroup, groups, available):
