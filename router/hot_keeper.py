@@ -118,13 +118,13 @@ class HotBudget:
         return np.sort(hottest_first[: total.searchsorted(self._size_bytes, side="right")])
 
     def hottest_counted(self, snapshot: Snapshot, layout: TableLayout) -> Int64Array:
-        """Choose rows by the snapshot's access counts: int64 keys, most lookups for a byte first; none without."""
+        """Choose rows by the snapshot's access counts, with the most lookups for a byte: int64 keys; none without."""
         counted = {
             number: (counts, float(self._costs[number]))
             for number, table in enumerate(layout.tables)
             if table.keys is None and (counts := snapshot.access_counts(table.name)) is not None
         }
-        return hottest_rows(counted, self._size_bytes // int(self._costs.min()))
+        return hottest_rows(counted, self._size_bytes)
 
 
 def default_hot_rows(policy: HotPolicy, memory_bytes: int, processes: int) -> HotRowsConfig:

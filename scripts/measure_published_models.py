@@ -50,7 +50,7 @@ def export(workload: str, store: Path, version: int) -> dict[str, Any]:
     started_at, peak, cached = time.monotonic(), 0, 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, KeyError):
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
             sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith("kB")}
             peak, cached = max(peak, sizes["RssAnon"]), max(cached, sizes["RssFile"])
@@ -178,7 +178,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         result["local"] = {"load_s": time.monotonic() - started_at, "bytes": children_bytes(), **await both(port)}
     fleet = FleetConfig(
         store=store, registry=str(folder / f"registry-{os.getpid()}"),
-        models=(name,), version=1, shards=2, http_port=0, grpc_port=0, verify=False, memory_budget_gb=budget,
+        models=(name,), versions={name: 1}, shards=2, http_port=0, grpc_port=0, verify=False, memory_budget_gb=budget,
     )  # fmt: skip
     started_at = time.monotonic()
     async with running_fleet(fleet) as running:

@@ -393,8 +393,9 @@ class ShardNodeConfig(
     """Which shard of how many this node serves, counted from 0."""
     listen: tuple[str, ...] = setting(..., "ADDRESS", min_length=1)
     """host:port, or unix:/path of a socket."""
-    threads: int = setting(1, file_only=True, ge=1, le=256)
-    """Threads that pool rows. With GPUs each waits for one batch at a time, and a card takes two at once."""
+    threads: int | None = setting(None, file_only=True, ge=1, le=256)
+    """Threads that pool rows. With GPUs each waits for a batch at a time, and a card takes two at once. Default: 1, or
+    4 with memory_budget_gb, which wait for a disk."""
     admin_listen: str | None = setting(None, "HOST:PORT")
     """For operators: /healthz, /readyz, /metrics; over TLS if --listen has it."""
 

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S: Final = 5.0
 """How long SIGTERM lets requests in flight end."""
 JOIN_RETRY_S: Final = 0.5
+DISK_THREADS: Final = 4
+"""That pool rows of which some are read from disk."""
 
 
 def run_shard_node(options: ShardNodeConfig, tls: TlsConfig | None) -> None:
@@ -96,7 +98,8 @@ async def serve_shard(
         stack.push_async_callback(fleet.registry.close)
         # Where a lookup may have to wait for a disk or a card, the event loop never pools.
         may_wait = options.memory_budget_gb is not None or card_set is not None
-        limits = config_of(ServerLimits, options, **({"max_inline_bytes": 0} if may_wait else {}))
+        threads = options.threads or (DISK_THREADS if options.memory_budget_gb is not None else 1)
+        limits = config_of(ServerLimits, options, threads=threads, **({"max_inline_bytes": 0} if may_wait else {}))
         listen = partial(_listen, stack, node, options, tls, limits)
         server, trainer, publisher = None if is_alone else await listen(), None, None
         await _join(fleet, config_of(FleetRecord, options, num_shards=num_shards))

@@ -11,7 +11,7 @@ does, observes those in another one: no count is of all lookups, only their sum 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -34,28 +34,46 @@ MAX_FILE_BYTES: Final = 24 << 20
 TABLE_SHIFT: Final = 32
 """A key is table << 32 | row; no table has more rows."""
 _PIECE_ROWS: Final = 1 << 20
+_LEVELS_PER_DOUBLING: Final = 1024
+_LOWEST: Final = -20
+"""Log2 of the fewest lookups for a byte that are told apart: one of a row of a MiB."""
 
 
 def hottest_rows(
     counted: Mapping[int, tuple[AccessCounts | npt.NDArray[np.uint32], float]],
-    max_rows: int,
+    max_bytes: float,
     is_local: Callable[[int, Int64Array], npt.NDArray[np.bool_]] = lambda table, rows: np.ones(rows.size, np.bool_),
 ) -> Int64Array:
-    """Return rows by their lookups for a byte, the most first, as table << 32 | row: int64 [at most max_rows].
+    """Return the rows with the most lookups for a byte that fit so many bytes: table << 32 | row, int64, ascending.
 
-    `counted` has of tables, by number, how often each row was looked up, which is read in slices, and the bytes of a
-    row. Rows, int64 [n], that are not `is_local` are left out.
+    `counted` has of tables, by number, how often each row was looked up, which is read in slices, twice, and the bytes
+    of a row. Rows, int64 [n], that are not `is_local` are left out. Counts that differ by less than a thousandth are
+    alike: of such rows the first fit.
     """
-    hottest = AccessCounter(max(1, max_rows), _PIECE_ROWS)
-    for number, (counts, row_bytes) in counted.items():
-        for first in range(0, counts.shape[0], _PIECE_ROWS):
-            piece = counts[first : first + _PIECE_ROWS]
-            rows = piece.nonzero()[0]
-            rows = rows[is_local(number, rows + first)]
-            hottest.add(rows + (first + (number << TABLE_SHIFT)), piece[rows] / row_bytes)
-            if hottest.is_full:
-                hottest.fold()
-    return hottest.fold().hottest_first()[:max_rows]
+
+    def levels() -> Iterator[tuple[int, float, Int64Array, Int64Array]]:
+        for number, (counts, row_bytes) in counted.items():
+            for first in range(0, counts.shape[0], _PIECE_ROWS):
+                piece = counts[first : first + _PIECE_ROWS]
+                rows = piece.nonzero()[0]
+                rows = rows[is_local(number, rows + first)]
+                density = np.log2(piece[rows] / row_bytes) - _LOWEST
+                yield number, row_bytes, rows + first, (density * _LEVELS_PER_DOUBLING).astype(np.int64)
+
+    bytes_of_level = np.zeros((32 - _LOWEST) * _LEVELS_PER_DOUBLING + 1)
+    for _, row_bytes, _, level in levels():
+        bytes_of_level += np.bincount(level, minlength=bytes_of_level.size) * row_bytes
+    from_level = np.cumsum(bytes_of_level[::-1])[::-1]
+    lowest = int(np.count_nonzero(from_level > max_bytes))
+    left = max_bytes - (from_level[lowest] if lowest < from_level.size else 0.0)
+    hottest = [np.zeros(0, np.int64)]
+    for number, row_bytes, rows, level in levels():
+        is_hot = level >= lowest
+        some = (level == lowest - 1).nonzero()[0][: int(left / row_bytes)]
+        is_hot[some] = True
+        left -= some.size * row_bytes
+        hottest.append(rows[is_hot] + (number << TABLE_SHIFT))
+    return np.concatenate(hottest)
 
 
 class LookupSampler:

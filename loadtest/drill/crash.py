@@ -17,8 +17,10 @@ from loader.progress import Progress
 from loader.rollout.guards import GuardLimits
 from loader.rollout.plan import Rollout, Step, plan_steps
 from loader.rollout.requests import abort_rollout
+from loader.snapshot.publishing import rows_bytes_of
 from loadtest.drill.config import PROCESSES, REDIS_VICTIMS, Course, CrashDrillConfig, Judged, Limit, Report, Victim
 from loadtest.drill.fleet import ROLLOUT_TIMEOUT_S, OracleFleet, TimeSpan, count_kinds, oracle_fleet, overlaps, polled
+from loadtest.drill.oracle import oracle_spec
 from loadtest.errors import LoadError
 from loadtest.load.result import OK, Rows
 
@@ -71,7 +73,10 @@ def crash_cases(config: CrashDrillConfig, processes: Sequence[str]) -> list[Cras
 
 async def run_drill(config: CrashDrillConfig, folder: Path, progress: Progress) -> Report:
     """Run the drill with its files in the folder. Raises LoadError if a process or a step does not come."""
-    async with oracle_fleet(config, folder, progress) as fleet:
+    # One replica has most of its rows on disk; those with keys never are.
+    on_disk = {"memory_budget_gb": rows_bytes_of(oracle_spec(config)) / 16e9}
+    processes = {} if config.keyed else {"shard-0-1": on_disk}
+    async with oracle_fleet(config, folder, progress, processes=processes) as fleet:
         cases = crash_cases(config, list(fleet.local.supervisor.children))
         results: list[dict[str, Any]] = []
         draw = random.Random(config.seed)

@@ -288,9 +288,7 @@ class ArenaLoad(TableLoad):
         def is_local(number: int, rows: Int64Array) -> BoolArray:
             return self._cards[number].take(self._buckets[number].of_rows(rows)) >= 0
 
-        hottest = hottest_rows(counted, self._hot_bytes // int(self._slot_bytes[list(counted)].min()), is_local)
-        total_bytes = np.cumsum(self._slot_bytes.take(hottest >> TABLE_SHIFT))
-        return np.sort(hottest[: total_bytes.searchsorted(self._hot_bytes, side="right")])
+        return hottest_rows(counted, self._hot_bytes, is_local)
 
     def _place_on_disk(self, number: int, on_disk: list[_FileOnDisk]) -> TablePlace:
         """Place a table's rows at their positions in files, which follow those of the group that are there."""

@@ -115,7 +115,10 @@ class TieredRows:
 
         `claim` claims bytes of memory for more slots, or raises MemoryBudgetError.
         """
-        needed = self._num_used + int((self.find(np.unique(positions)) == ABSENT).sum())
+        slots = self.find(np.unique(positions))
+        # None that is there may leave before it is written.
+        self._is_pinned[slots[slots != ABSENT]] = True
+        needed = self._num_used + int((slots == ABSENT).sum())
         if needed <= self._capacity:
             return
         capacity = min(max(needed, self._capacity * 5 // 4 + 1024), self.files.num_rows)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.access_counts import AccessCounter, merged_by_table
-from shard_node.access_counts import HALF_LIFE, MAX_ROWS, MIN_QUEUED, LookupSampler
+from shard_node.access_counts import HALF_LIFE, MAX_ROWS, MIN_QUEUED, TABLE_SHIFT, LookupSampler, hottest_rows
 from shard_node.bags import TableLayout
 from shardrank_testing.card_plans import one_table_layout
 from shardrank_testing.snapshots import make_spec
@@ -104,3 +104,31 @@ def test_a_full_queue_is_counted_on_a_thread():
         observe_rows(counts, [7] * 1000)
     assert 4096 <= counts._counter.total <= counts.lookups
     assert counts.estimated_lookups()["items"].total == counts.lookups
+
+
+@given(st.lists(st.lists(st.integers(0, 2000), min_size=1, max_size=60), min_size=1, max_size=3), st.integers(0, 4000))
+def test_the_hottest_rows_that_fit_have_the_most_lookups_for_a_byte(tables, max_bytes):
+    """As by sorting all rows, but for those whose counts differ by less than a thousandth."""
+    counted = {number: (np.array(counts, np.uint32), 8.0 * (number + 1)) for number, counts in enumerate(tables)}
+    hottest = hottest_rows(counted, max_bytes, lambda table, rows: rows % 7 != 3)
+    keys = {number << TABLE_SHIFT | row for number, of in enumerate(tables) for row in range(len(of)) if row % 7 != 3}
+    assert hottest.tolist() == sorted(set(hottest.tolist()))
+    assert set(hottest.tolist()) <= keys
+
+    def density(key: int) -> float:
+        counts, row_bytes = counted[key >> TABLE_SHIFT]
+        return float(counts[key & 0xFFFFFFFF]) / row_bytes
+
+    used = sum(counted[key >> TABLE_SHIFT][1] for key in hottest.tolist())
+    others = [key for key in keys - set(hottest.tolist()) if density(key)]
+    assert used <= max_bytes
+    if others and hottest.size:
+        assert min(map(density, hottest.tolist())) >= 0.999 * max(map(density, others)) or used + 24 > max_bytes
+    assert not others or used + counted[max(others) >> TABLE_SHIFT][1] + 24 > max_bytes
+
+
+def test_without_room_or_counts_no_row_is_hot():
+    assert hottest_rows({}, 100).tolist() == []
+    assert hottest_rows({0: (np.zeros(5, np.uint32), 8.0)}, 100).tolist() == []
+    assert hottest_rows({0: (np.array([3, 1], np.uint32), 8.0)}, 7).tolist() == []
+    assert hottest_rows({1: (np.array([0, 1, 9], np.uint32), 8.0)}, 8).tolist() == [(1 << TABLE_SHIFT) + 2]

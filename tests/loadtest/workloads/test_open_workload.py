@@ -42,6 +42,26 @@ def test_merlin_tiny_has_its_tables_and_skewed_ids():
     assert values[counts.argmax()] in features["f2_1"].values
 
 
+def test_access_counts_are_those_of_the_ids_that_are_drawn():
+    """Of Merlin's smallest model at a thousandth, candidate by candidate; uniform ids have none."""
+    workload = open_workload("merlin-tiny:0.001", candidates="400", varied=False)
+    counts = workload.access_counts(4000)
+    seen = {name: np.zeros(of_table.size, np.int64) for name, of_table in counts.items()}
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        for feature in features_of(workload.schema, workload.request(rng)):
+            np.add.at(seen[f"t{feature.name[1:].partition('_')[0]}"], feature.values, 1)
+    for name, of_table in counts.items():
+        # Counts below 1 are left out, and each is rounded down.
+        assert 0.3 * seen[name].sum() < of_table.sum() <= seen[name].sum()
+        common = of_table > 100
+        np.testing.assert_allclose(seen[name][common], of_table[common], rtol=0.5)
+    # Rank 1 is 2^-1.05 of rank 0.
+    first, second = np.sort(workload.access_counts(10**6)["t2"])[::-1][:2].astype(float)
+    assert second / first == pytest.approx(2**-1.05, rel=1e-3)
+    assert open_workload("dlrm-v2:0.001").access_counts() == {}
+
+
 def test_requests_are_varied_around_the_published_ones():
     workload = open_workload("dlrm-v2:0.001")
     rng = np.random.default_rng(3)

@@ -140,6 +140,21 @@ def test_written_rows_stay_in_memory_while_others_move(tmp_path):
     engine.close()
 
 
+def test_rows_about_to_be_written_do_not_leave_memory(tmp_path):
+    """Between the claim for a write and the write, an epoch may end."""
+    engine = load_with_slots(tmp_path, HEAD, first_hot=0)
+    (tiered,) = engine._tiered.values()
+    reserved = tiered._position_of[:100].copy()
+    tiered.reserve(reserved, int)
+    tiered._missed.add(np.setdiff1d(np.arange(NUM_ROWS), tiered._position_of).repeat(9))
+    tiered.move(engine._writing, engine._row_lock)
+    is_there = np.isin(reserved, tiered._position_of[: tiered._num_used])
+    assert is_there.all()
+    assert np.isin(tiered._position_of[: tiered._num_used], reserved).sum() == 100
+    assert tiered.find(reserved).min() >= 0
+    engine.close()
+
+
 def test_no_answer_mixes_tiers_while_rows_move_and_are_written(tmp_path):
     """Answers are those of a row's first or second value, whatever moves meanwhile."""
     engine = load_with_slots(tmp_path, HEAD, first_hot=0)
