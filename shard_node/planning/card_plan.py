@@ -247,8 +247,8 @@ class _Filling:
         return MemoryBudgetError(
             f"rows take {needed} bytes, beside {self._places_bytes} of places on each card, but cards may take "
             f"{list(budget.card_bytes)}{peers} and pinned memory {budget.pinned_bytes}: {left_bytes} bytes of "
-            f"{int(left.sum())} rows are left over. Give more pinned memory, which is the last tier of cards (only nodes "
-            "without them have rows on disk), more cards or shards, or smaller rows. "
+            f"{int(left.sum())} rows are left over. Give more pinned memory, which is the last tier of cards (only "
+            "nodes without them have rows on disk), more cards or shards, or smaller rows. "
             f"One card or pinned memory holds at most {self._max_slots} rows of one table"
         )
 
