@@ -132,6 +132,7 @@ class ArenaLoad(TableLoad):
         self._tiers = self._choose_tiers(table_bytes, memory_budget_bytes)
         self._observed = {} if observed is None else observed
         self._arenas: list[Arena | TieredRows] = []
+        self._row_files: list[RowFiles] = []
         self._claim_more: Callable[[int], object] = int
         self._progress: Progress = no_progress
         is_on_disk = np.array([tier == "disk" for tier in self._tiers])
@@ -152,6 +153,14 @@ class ArenaLoad(TableLoad):
 
     def build(self, progress: Progress) -> CpuEngine:
         """As `TableLoad.build`."""
+        try:
+            return self._build(progress)
+        except BaseException:
+            for files in self._row_files:
+                files.close()
+            raise
+
+    def _build(self, progress: Progress) -> CpuEngine:
         self._progress = progress
         progress("load", 0, self._total_bytes)
         self._keyed = KeyedTables(self._layout, self._local) if self._local else None
@@ -277,11 +286,16 @@ class ArenaLoad(TableLoad):
     def _hottest(self) -> Int64Array:
         """Return the rows on disk that memory has room for, by counts: table << 32 | row, of this node, ascending."""
         counted: dict[int, tuple[RowCounts, float]] = {}
+        tables = self._layout.tables
+        exported = {
+            table.name: counts for table in tables if (counts := self._snapshot.access_counts(table.name)) is not None
+        }
+        # Counts of one kind compare; observed ones may be of a version whose table had other rows.
+        by_name: ObservedCounts = exported or self._observed
         for number in np.flatnonzero(self._cold_bytes).tolist():
-            name = self._layout.tables[number].name
-            exported: RowCounts | None = self._snapshot.access_counts(name)
-            if (counts := self._observed.get(name) if exported is None else exported) is not None:
-                counted[number] = counts, float(self._slot_bytes[number])
+            of_table = by_name.get(tables[number].name)
+            if of_table is not None and of_table.shape == (tables[number].num_embeddings,):
+                counted[number] = of_table, float(self._slot_bytes[number])
         if not counted or not self._hot_bytes:
             return np.zeros(0, np.int64)
 
@@ -330,6 +344,7 @@ class ArenaLoad(TableLoad):
         stored = [self._snapshot.rows_at(name, file.index) for name, file in zip(names, files, strict=True)]
         rows_in = [RowFile(*at, file.order.num_rows) for at, file in zip(stored, files, strict=True)]
         row_files = RowFiles(rows_in, group.row_bytes)
+        self._row_files.append(row_files)
         cards = self._cards[files[0].table]
         resident = np.sort(np.append(counted, more))
         shape = group.dtype, group.embedding_dim, group.row_bytes
@@ -356,7 +371,7 @@ class ArenaLoad(TableLoad):
 
 
 class CheckedLoad(ArenaLoad):
-    """A load of rows that were checked, without a budget: those on disk are read once they are looked up."""
+    """A load of rows that were checked, with a budget of 0 or none: those on disk are read once they are looked up."""
 
     def _scan(self, *_: object) -> None:
         """Leave them where they are."""

@@ -28,6 +28,7 @@ Of = TypeVar("Of")
 CLAIM_BYTES: Final = 1 << 20  # For rows on disk that were written, and rows of new keys, at a time.
 KEPT_TIMES: Final = 1024  # Of lookups in one tier.
 
+_NO_ROWS: Final = np.zeros(0, np.int64)
 Rows: TypeAlias = Sequence[Arena | FetchedRows]
 """By the number of their arena, for one batch."""
 
@@ -145,7 +146,11 @@ class CpuEngine:
         for number, tiered in self._tiered.items():
             rows_of[number] = tiered.fetch(slots[arena == number])
         row_bytes = RowCodec(spec.dtype, spec.embedding_dim).row_bytes
-        return _copied(rows_of, np.unique(arena).tolist(), arena, slots, row_bytes)
+        self._row_lock.begin_read()  # Rows may move meanwhile.
+        try:
+            return _copied(rows_of, np.unique(arena).tolist(), arena, slots, row_bytes)
+        finally:
+            self._row_lock.end_read()
 
     def _change_keys(self, writes: Sequence[RowWrite], calls: Sequence[Callable[[], object]]) -> None:
         self._row_lock.begin_write()
@@ -217,7 +222,9 @@ class CpuEngine:
         self.layout.check(bags)
         values_per_key, started_at = bags.values_per_key(), time.perf_counter()
         requested, missing = bags, cast("npt.NDArray[np.integer[Any]]", NONE_MISSING)
-        rows: Rows = self._fetched(bags, values_per_key) if self._tiered else cast("list[Arena]", self._arenas)
+        rows, on_disk = cast("Rows", self._arenas), _NO_ROWS
+        if self._tiered:
+            rows, on_disk = self._fetched(bags, values_per_key)
         self._row_lock.begin_read()
         try:
             if self._keyed is not None:
@@ -234,8 +241,8 @@ class CpuEngine:
             self._row_lock.end_read()
         with self._counts_lock:
             if self._tiered:
-                has_waited = any(isinstance(each, FetchedRows) and each.is_cold.any() for each in rows)
-                self._times_us[has_waited].append((time.perf_counter() - started_at) * 1e6)
+                self._times_us[bool(on_disk.any())].append((time.perf_counter() - started_at) * 1e6)
+                self._disk_counts += on_disk
             if bags.keys.size == self._num_tables:
                 self._counts += values_per_key
             else:
@@ -243,9 +250,13 @@ class CpuEngine:
         self.access.observe(bags.keys, values_per_key, requested.values)
         return results, missing
 
-    def _fetched(self, bags: Bags, values_per_key: Int64Array) -> Rows:
-        """Read the rows that are on disk, which no write changes, and have rows move if an epoch is over."""
+    def _fetched(self, bags: Bags, values_per_key: Int64Array) -> tuple[Rows, Int64Array]:
+        """Read the rows that are on disk, which no write changes, and have rows move if an epoch is over.
+
+        Returns also how many values of each table were on disk, int64 [tables].
+        """
         rows: list[Arena | FetchedRows] = list(cast("list[Arena]", self._arenas))
+        on_disk = np.zeros(self._num_tables, np.int64)
         for group, (_, first, end) in zip(self._groups, group_keys(self.layout, bags), strict=True):
             number = group.arenas[-1] if group.arenas else -1
             if number not in self._tiered:
@@ -255,13 +266,13 @@ class CpuEngine:
             is_tiered = arenas == number
             fetched = rows[number] = self._tiered[number].fetch(at[is_tiered])
             tables = of_group.keys.repeat(counts)[is_tiered][fetched.is_cold]
-            with self._counts_lock:
-                self._disk_counts += np.bincount(tables, minlength=self._num_tables)
+            on_disk += np.bincount(tables, minlength=self._num_tables)
         due = [tiered for tiered in self._tiered.values() if tiered.is_due()]
-        if due and not self._mover.is_alive():
-            self._mover = threading.Thread(target=due[0].move, args=(self._writing, self._row_lock), daemon=True)
-            self._mover.start()
-        return rows
+        with self._counts_lock:
+            if due and not self._mover.is_alive():
+                self._mover = threading.Thread(target=due[0].move, args=(self._writing, self._row_lock), daemon=True)
+                self._mover.start()
+        return rows, on_disk
 
     def _answer_group(
         self, group: _GroupArenas, bags: Bags, values_per_key: Int64Array, rows: Rows
@@ -342,8 +353,6 @@ class CpuEngine:
 
     def close(self) -> None:
         """As `Engine.close`."""
-        if self._mover.is_alive():
-            self._mover.join()
         arenas, self._arenas = self._arenas, []
         for arena in arenas:
             arena.free()

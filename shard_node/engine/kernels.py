@@ -13,7 +13,7 @@ import torch
 from loader.snapshot.tables import RowDtype
 from shard_node.bags import Float32Array, Int64Array
 
-# torch warns, once a process, of memory that is read-only: mapped rows, or offsets that requests of one shape share.
+# torch warns, once a process, of memory that is read-only, such as offsets that requests of one shape share.
 # It never writes to what it pools.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
 

@@ -36,8 +36,8 @@ MAX_THREADS: Final = 8
 """Of this process, that read at a time; others wait for one of them. The system has 65,536 reads, by default."""
 BUFFER_BYTES: Final = 2 << 20
 """For the sectors that a thread reads at a time."""
-# io_setup, io_submit, io_getevents: the C library has no names for them (linux/unistd.h of each architecture).
-_CALLS: Final = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
+# io_setup, io_submit, io_getevents, io_destroy: the C library has no names for them (each architecture's unistd.h).
+_CALLS: Final = {"x86_64": (206, 209, 208, 207), "aarch64": (0, 2, 4, 1)}
 # struct iocb and struct io_event of linux/aio_abi.h, little-endian; opcode 0 is a pread.
 _REQUEST: Final = np.dtype(
     [
@@ -63,21 +63,27 @@ class _Reads:
 
     def __init__(self) -> None:
         try:
-            setup, self._submit, self._wait = _CALLS[platform.machine()]
+            setup, self._submit, self._wait, self._destroy = _CALLS[platform.machine()]
         except KeyError:
             raise ConfigError(f"rows on disk: {platform.machine()} is not one of {sorted(_CALLS)}") from None
         context = ctypes.c_ulong(0)
         if _libc.syscall(setup, MAX_READS, ctypes.byref(context)) != 0:
-            raise RowReadError(f"io_setup of {MAX_READS} reads: {os.strerror(ctypes.get_errno())} (fs.aio-max-nr)")
+            problem = f"rows on disk: io_setup of {MAX_READS} reads: {os.strerror(ctypes.get_errno())}"
+            raise RowReadError(f"{problem}; it may be shut off, or fs.aio-max-nr too low")
         self._context = ctypes.c_ulong(context.value)
         self.buffer = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), np.uint8)
         self.requests, self._results = np.zeros(MAX_READS, _REQUEST), np.zeros(MAX_READS, _RESULT)
         self.requests["data"] = numbers = np.arange(MAX_READS)
         self._pointers = self.requests.ctypes.data + numbers * _REQUEST.itemsize
+        self.is_idle = True
+
+    def destroy(self) -> None:
+        """Wait for reads that are in flight, and give the context back."""
+        _libc.syscall(self._destroy, self._context)
 
     def run(self, count: int) -> Int64Array:
         """Make the first requests, and wait for all; return the bytes that each read, or its errno below 0."""
-        sizes, submitted, ended = np.zeros(count, np.int64), 0, 0
+        sizes, submitted, ended, self.is_idle = np.zeros(count, np.int64), 0, 0, False
         while submitted < count:
             first = ctypes.c_void_p(self._pointers.ctypes.data + 8 * submitted)
             number = _libc.syscall(self._submit, self._context, ctypes.c_long(count - submitted), first)
@@ -93,6 +99,7 @@ class _Reads:
             if number < 0 and ctypes.get_errno() != errno.EINTR:
                 raise RowReadError(f"io_getevents: {os.strerror(ctypes.get_errno())}")
             ended += max(number, 0)
+        self.is_idle = True
         results = self._results[:ended]
         sizes[results["data"].view(np.int64)] = results["size"]
         return sizes
@@ -124,6 +131,10 @@ class _ReadPool:
         try:
             yield reads
         finally:
+            if not reads.is_idle:
+                # Interrupted: its buffer is still written to.
+                reads.destroy()
+                reads = _Reads()
             self._idle.put(reads)
 
 
@@ -153,6 +164,12 @@ class RowFiles:
             )
         self._lock = threading.Lock()
         self._counts = np.zeros(3, np.int64)
+        try:
+            with _pool.reading():
+                pass  # A load is refused where nothing can be read.
+        except RowReadError:
+            self.close()
+            raise
 
     @property
     def num_rows(self) -> int:

@@ -26,7 +26,7 @@ from shard_node.engine.kernels import as_tensor, pool_rows
 from shard_node.engine.key_index import ABSENT, KeyIndex
 from shard_node.engine.memory import SLOT_BYTES
 from shard_node.engine.row_files import RowFiles
-from shard_node.errors import RowReadError
+from shard_node.errors import MemoryBudgetError, RowReadError
 from shard_node.generation import RowLock
 from shard_node.split import add, split
 
@@ -38,6 +38,9 @@ MOVED_ROWS: Final = 1024
 """That change places between two lookups."""
 ADVANTAGE: Final = 1.25
 """How much more often a row on disk must have been looked up than one in the arena to take its slot."""
+MIN_WRITTEN: Final = 1024
+"""Rows that room is made for at a time, at least; as many again as there are, if that is more and there is memory."""
+SCANNED_SLOTS: Final = 1 << 20
 IDLE_FACTOR: Final = 10
 """Of the time that the moves of an epoch took, for which none begin."""
 _ONE_TABLE: Final = np.zeros(1, np.int32)
@@ -74,7 +77,7 @@ class TieredRows:
         # Address space for all rows: memory is used by those that come.
         self._rows = allocate_rows(max(1, files.num_rows), row_bytes, is_reserved=True)
         self.arena = Arena(dtype, embedding_dim, self._rows, {})
-        self._num_used = self._capacity = hottest.size
+        self._num_slots = hottest.size
         self._index = KeyIndex([hottest.size])
         self._index.insert(0, hottest, np.arange(hottest.size))
         self._position_of = hottest.copy()
@@ -83,7 +86,9 @@ class TieredRows:
         self.size_bytes = hottest.size * self._slot_bytes
         epoch = max(MIN_EPOCH, hottest.size // 4)
         self._missed = AccessCounter(epoch, epoch, epoch)
-        self._moving, self._next_move_at = threading.Lock(), 0.0
+        self._moving, self._next_move_at, self._is_closed = threading.Lock(), 0.0, False
+        # Rows that were not there when they were written, in slots after all others.
+        self._written, self._written_positions, self._num_written = KeyIndex([0]), np.zeros(0, np.int64), 0
 
     def load(self, first: int, stored: npt.NDArray[np.uint8]) -> None:
         """Fill the slots of rows from position `first` on, uint8 [n, row_bytes], before anything is looked up."""
@@ -101,13 +106,18 @@ class TieredRows:
 
     def find(self, positions: Int64Array) -> Int64Array:
         """Return the slot of each row in the arena, int64 [n]; `ABSENT` for one on disk."""
-        return self._index.find(_ONE_TABLE, np.array([positions.size]), positions)
+        slots = self._index.find(_ONE_TABLE, np.array([positions.size]), positions)
+        if self._num_written:
+            others = (slots == ABSENT).nonzero()[0]
+            written = self._written.find(_ONE_TABLE, np.array([others.size]), positions[others])
+            slots[others] = np.where(written == ABSENT, ABSENT, written + self._num_slots)
+        return slots
 
     def looked_up(self, slots: Int64Array, cold: Int64Array) -> None:
         """Count lookups of slots, and of positions on disk, if there is room for them."""
         # Threads may overwrite each other's counts: then a few are missing.
-        np.add.at(self._hits, slots, 1)
-        if not self._missed.is_full:
+        np.add.at(self._hits, slots[slots < self._num_slots] if self._num_written else slots, 1)
+        if cold.size and not self._missed.is_full:
             self._missed.add(cold)
 
     def reserve(self, positions: Int64Array, claim: Callable[[int], object]) -> None:
@@ -116,31 +126,35 @@ class TieredRows:
         `claim` claims bytes of memory for more slots, or raises MemoryBudgetError.
         """
         slots = self.find(np.unique(positions))
+        needed = self._num_written + int((slots == ABSENT).sum())
+        before = self._written_positions.size
+        if needed > before:
+            capacity = min(max(needed, 2 * before, MIN_WRITTEN), self.files.num_rows)
+            try:
+                claim((capacity - before) * self._slot_bytes)
+            except MemoryBudgetError:
+                capacity = needed
+                claim((capacity - before) * self._slot_bytes)
+            written, numbers = KeyIndex([capacity]), np.arange(self._num_written)
+            written.insert(0, self._written_positions[numbers], numbers)
+            self._written_positions = np.resize(self._written_positions, capacity)
+            # Lookups find the same in both.
+            self._written = written
         # None that is there may leave before it is written.
-        self._is_pinned[slots[slots != ABSENT]] = True
-        needed = self._num_used + int((slots == ABSENT).sum())
-        if needed <= self._capacity:
-            return
-        capacity = min(max(needed, self._capacity * 5 // 4 + 1024), self.files.num_rows)
-        claim((capacity - self._capacity) * self._slot_bytes)
-        index, used = KeyIndex([capacity]), np.arange(self._num_used)
-        index.insert(0, self._position_of[used], used)
-        self._position_of, self._hits = np.resize(self._position_of, capacity), np.resize(self._hits, capacity)
-        self._is_pinned = np.resize(self._is_pinned, capacity)
-        # Lookups find the same in both.
-        self._index, self._capacity = index, capacity
+        self._is_pinned[slots[(slots != ABSENT) & (slots < self._num_slots)]] = True
 
     def write(self, positions: Int64Array, stored: npt.NDArray[np.uint8]) -> None:
         """Replace rows at int64 [n], none twice, by uint8 [n, row_bytes]; they stay in memory. No lookup may run."""
         slots = self.find(positions)
         new = (slots == ABSENT).nonzero()[0]
-        assert self._num_used + new.size <= self._capacity, "`reserve` comes first"
-        slots[new] = np.arange(self._num_used, self._num_used + new.size)
+        numbers = np.arange(self._num_written, self._num_written + new.size)
+        assert self._num_written + new.size <= self._written_positions.size, "`reserve` comes first"
+        slots[new] = numbers + self._num_slots
         self.arena.write(slots, np.ascontiguousarray(stored))
-        self._index.insert(0, positions[new], slots[new])
-        self._position_of[slots[new]], self._hits[slots[new]] = positions[new], 0
-        self._is_pinned[slots] = True
-        self._num_used += new.size
+        self._written.insert(0, positions[new], numbers)
+        self._written_positions[numbers] = positions[new]
+        self._is_pinned[slots[slots < self._num_slots]] = True
+        self._num_written += new.size
 
     def is_due(self) -> bool:
         """Return whether an epoch of lookups is over, and no rows move."""
@@ -152,20 +166,22 @@ class TieredRows:
             return
         started_at = time.monotonic()
         try:
+            if self._is_closed:
+                return
             counted = self._missed.fold()
             is_cold = self.find(counted.keys) == ABSENT
             keys, counts = counted.keys[is_cold], counted.counts[is_cold]
-            order = np.argsort(-counts, kind="stable")
-            free = (~self._is_pinned[: self._num_used]).nonzero()[0]
-            coldest = free[np.argsort(self._hits[free], kind="stable")][: order.size]
-            gains = counts[order[: coldest.size]] > ADVANTAGE * self._hits[coldest] + 1
+            coldest = self._coldest(keys.size)
+            order = np.argsort(-counts, kind="stable")[: coldest.size]
+            gains = counts[order] > ADVANTAGE * self._hits[coldest] + 1
             count = int(gains.size if gains.all() else gains.argmin())
             for begin in range(0, count, MOVED_ROWS):
                 piece = slice(begin, min(begin + MOVED_ROWS, count))
+                positions = keys[order[piece]]
+                stored = self.files.read(positions)
                 with writing:
-                    self._swap(keys[order[piece]], counts[order[piece]], coldest[piece], row_lock)
-            with writing:
-                self._hits >>= 1
+                    self._swap(positions, counts[order[piece]], stored, coldest[piece], row_lock)
+            self._hits >>= 1
             logger.debug("%d rows moved to memory", count)
         except RowReadError as error:
             logger.warning("rows stay where they are: %s", error)
@@ -174,16 +190,44 @@ class TieredRows:
             self._next_move_at = now + IDLE_FACTOR * (now - started_at)
             self._moving.release()
 
-    def _swap(self, positions: Int64Array, counts: npt.NDArray[np.generic], slots: Int64Array, lock: RowLock) -> None:
-        # Deltas may have come since.
+    def _coldest(self, count: int) -> Int64Array:
+        """Return at most so many slots that may be given away, with the fewest lookups, in their order."""
+        by_hits, chosen = np.zeros(256, np.int64), [np.zeros(0, np.int64)]
+
+        def hits_of(first: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+            piece = slice(first, first + SCANNED_SLOTS)
+            return np.minimum(self._hits[piece], 255), ~self._is_pinned[piece]
+
+        for first in range(0, self._num_slots, SCANNED_SLOTS):
+            hits, is_free = hits_of(first)
+            by_hits += np.bincount(hits[is_free], minlength=256)
+        # All below this many lookups, and the first of those that have as many.
+        level = int(np.cumsum(by_hits).searchsorted(count))
+        left = count - int(by_hits[:level].sum())
+        for first in range(0, self._num_slots, SCANNED_SLOTS):
+            hits, is_free = hits_of(first)
+            some = (is_free & (hits == level)).nonzero()[0][:left]
+            left -= some.size
+            chosen += [(is_free & (hits < level)).nonzero()[0] + first, some + first]
+        slots = np.concatenate(chosen)
+        return slots[np.argsort(self._hits[slots], kind="stable")]
+
+    def _swap(
+        self,
+        positions: Int64Array,
+        counts: npt.NDArray[np.generic],
+        stored: npt.NDArray[np.uint8],
+        slots: Int64Array,
+        lock: RowLock,
+    ) -> None:
+        # Deltas may have come since these were read.
         may_move = (self.find(positions) == ABSENT) & ~self._is_pinned[slots]
         positions, counts, slots = positions[may_move], counts[may_move], slots[may_move]
-        stored = self.files.read(positions)
         lock.begin_write()
         try:
             self._index.remove(0, self._position_of[slots])
             self._index.insert(0, positions, slots)
-            self.arena.write(slots, stored)
+            self.arena.write(slots, np.ascontiguousarray(stored[may_move]))
             self._position_of[slots], self._hits[slots] = positions, counts
         finally:
             lock.end_write()
@@ -191,10 +235,11 @@ class TieredRows:
     def free(self) -> None:
         """Close the files and give the memory back, once no rows move. Nobody may need them."""
         with self._moving:
-            self._next_move_at = float("inf")
+            self._is_closed = True
             self.files.close()
             self.arena.free()
             self._index.free()
+            self._written.free()
 
 
 class FetchedRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -10,15 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loader.access_counts import AccessCounts
+from loader.errors import SnapshotCorruptError
 from loader.snapshot.reader import Snapshot
 from router.plan import Plan
 from shard_node.answer import add_answers
+from shard_node.engine import row_files
 from shard_node.engine.cpu import CpuEngine
+from shard_node.engine.key_index import ABSENT
 from shard_node.engine.loading import prepare_load
 from shard_node.engine.memory import SLOT_BYTES, RowMemory
 from shard_node.engine.row_files import BUFFER_BYTES, RowFile, RowFiles
 from shard_node.engine.tiered_rows import MIN_EPOCH
-from shard_node.errors import RowReadError
+from shard_node.errors import MemoryBudgetError, RowReadError
 from shard_node.split import whole
 from shardrank_testing.bags import assert_blocks_equal, bags_of
 from shardrank_testing.deltas import encoded
@@ -50,6 +55,12 @@ def load_with_slots(folder: Path, slots: int, first_hot: int | None = None, shar
 
 def looked_up(engine: CpuEngine) -> dict[str, int]:
     return {count.tier: count.rows for count in engine.rows_looked_up()}
+
+
+def tiered_find(engine: CpuEngine) -> np.ndarray:
+    """Return the slot of every row."""
+    ((_, tiered),) = engine._tiered.items()
+    return tiered.find(engine._placement.locate_rows(0, np.arange(NUM_ROWS))[1])
 
 
 def law(rng: np.random.Generator, size: int, first: int = 0) -> np.ndarray:
@@ -148,9 +159,8 @@ def test_rows_about_to_be_written_do_not_leave_memory(tmp_path):
     tiered.reserve(reserved, int)
     tiered._missed.add(np.setdiff1d(np.arange(NUM_ROWS), tiered._position_of).repeat(9))
     tiered.move(engine._writing, engine._row_lock)
-    is_there = np.isin(reserved, tiered._position_of[: tiered._num_used])
-    assert is_there.all()
-    assert np.isin(tiered._position_of[: tiered._num_used], reserved).sum() == 100
+    assert np.isin(reserved, tiered._position_of).all()
+    assert np.isin(tiered._position_of, reserved).sum() == 100
     assert tiered.find(reserved).min() >= 0
     engine.close()
 
@@ -202,7 +212,78 @@ def test_a_file_cut_short_fails_only_lookups_of_its_rows(tmp_path):
     bags = bags_of({0: kept.reshape(-1, 1)})
     np.testing.assert_array_equal(engine.pool(bags)[0], expected[0][kept])
     assert engine.disk_use().failed > 0
+    tiers, num_answered = looked_up(engine), NUM_ROWS + kept.size
+    assert tiers["ram"] + tiers["disk"] == num_answered
+    assert tiers["ram"] == sum(int((tiered_find(engine) >= 0)[rows].sum()) for rows in (all_rows, kept))
     assert_blocks_equal(
         add_answers(engine.layout, bags, [whole(bags)], [engine.answer(bags)]), engine.pool(bags), scale=1.0
     )
     engine.close()
+
+
+def test_counts_of_another_number_of_rows_choose_no_rows(tmp_path):
+    """A node's counts of the version before, whose table was larger, name rows of other tables here."""
+    snapshot, plan = Snapshot.open(write_snapshot(tmp_path, SPEC, seed=3)[0]), Plan.make(SPEC)
+    budget, hot = HEAD * (ROW_BYTES + SLOT_BYTES), np.arange(NUM_ROWS - HEAD, NUM_ROWS)
+    for limit, expected in ((NUM_ROWS, HEAD), (NUM_ROWS + 1, 0)):
+        observed = {"item": AccessCounts(hot, np.full(HEAD, 9), limit)}
+        load = prepare_load(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=budget, observed=observed)
+        engine = load.run(load.take(RowMemory())).engine
+        is_there = tiered_find(engine) >= 0
+        assert is_there.sum() == HEAD
+        assert abs(int(is_there[hot].sum()) - expected) < HEAD / 5
+        engine.close()
+
+
+def test_lookups_of_rows_in_memory_queue_nothing(tmp_path):
+    engine = load_with_slots(tmp_path, HEAD, first_hot=0)
+    (tiered,) = engine._tiered.values()
+    for _ in range(50):
+        engine.pool(bags_of({0: [range(HEAD)]}))
+    assert tiered._missed._queue == []
+    assert (engine.disk_use().reads, looked_up(engine)["disk"]) == (0, 0)
+    engine.close()
+
+
+def test_a_refused_load_leaves_no_file_open(tmp_path):
+    path, _ = write_snapshot(tmp_path, SPEC, seed=3, rows_per_file=8192)
+    snapshot, plan = Snapshot.open(path), Plan.make(SPEC)
+    file, offset = snapshot.rows_at("item", 1)
+    with file.open("r+b") as opened:
+        opened.seek(offset + DIM)
+        opened.write(np.float32(np.nan).tobytes())
+    opened_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        load = prepare_load(snapshot, plan.partition(0), plan.digest, memory_budget_bytes=0)
+        with pytest.raises(SnapshotCorruptError, match="decodes to NaN"):
+            load.run(load.take(RowMemory()))
+    assert len(os.listdir("/proc/self/fd")) == opened_before
+
+
+def test_written_rows_fit_exactly_what_memory_there_is(tmp_path):
+    """Room for more at a time is tried first; a write without memory keeps nothing in the arena."""
+    engine = load_with_slots(tmp_path, HEAD, first_hot=0)
+    (tiered,) = engine._tiered.values()
+    cold, claimed = np.arange(NUM_ROWS)[tiered.find(np.arange(NUM_ROWS)) == ABSENT], list[int]()
+
+    def claim(size_bytes: int) -> None:
+        if size_bytes > 7 * (ROW_BYTES + SLOT_BYTES):
+            raise MemoryBudgetError("no")
+        claimed.append(size_bytes)
+
+    with pytest.raises(MemoryBudgetError):
+        tiered.reserve(np.append(tiered._position_of[:5], cold[:8]), claim)
+    assert not tiered._is_pinned.any()
+    tiered.reserve(cold[:7], claim)
+    assert claimed == [7 * (ROW_BYTES + SLOT_BYTES)]
+    engine.close()
+
+
+def test_a_read_that_is_interrupted_is_waited_for(tmp_path):
+    """What comes next does not get its results, nor its buffer."""
+    pool = row_files._ReadPool()
+    with pool.reading() as interrupted:
+        interrupted.is_idle = False
+    with pool.reading() as reads:
+        assert reads is not interrupted
+        assert reads.is_idle
