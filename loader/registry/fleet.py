@@ -396,11 +396,15 @@ class FleetRegistry:
         """Return what is wanted for one model."""
         return await self._get(wanted_key(model), WantedModel)
 
+    async def live_version(self, model: str) -> int | None:
+        """Return the version of a model that shall answer requests; None if there is none."""
+        wanted = await self.wanted_model(model)
+        return None if wanted is None else wanted.live
+
     async def put_wanted(self, record: WantedModel, expected_epoch: int | None) -> None:
         """Write what is wanted over a record of that epoch, None for no record. Raises RegistryConflictError."""
         await self.check_identity(create=True)
-        key = wanted_key(record.model)
-        entry = await self.registry.get(key)
+        entry = await self.registry.get(key := wanted_key(record.model))
         epoch = parse_record(key, entry.value, WantedModel).epoch if entry is not None else None
         if epoch != expected_epoch:
             raise RegistryConflictError(f"{key} has epoch {epoch}, not {expected_epoch}")
@@ -542,9 +546,7 @@ class FleetRegistry:
     async def restore_raw(self, key: str, value: bytes, epoch: int) -> bool:
         """Restore a JSON record with an `epoch`, as `restore_wanted`. Raises RegistryForeignError."""
         await self.check_identity()
-        written, _ = await self._change(
-            key, lambda there: None if there is not None and epoch_of(key, there) >= epoch else value
-        )
+        written, _ = await self._change(key, lambda now: value if now is None or epoch_of(key, now) < epoch else None)
         return written
 
     async def _get(self, key: str, schema: type[R]) -> R | None:
@@ -578,8 +580,7 @@ class FleetRegistry:
         for _ in range(_MAX_ATTEMPTS):
             entry = await self.registry.get(key)
             before, revision = (None, 0) if entry is None else (entry.value, entry.revision)
-            value = following(before)
-            if value is None:
+            if (value := following(before)) is None:
                 return False, before
             with suppress(RegistryConflictError):
                 if value:

@@ -274,8 +274,7 @@ class ServedFleet:
 
     async def live_version(self) -> int:
         """Return the desired live version; 0 if there is none. Raises RegistryError."""
-        desired = await self.registry.wanted_model(self.spec.model)
-        return (desired.live or 0) if desired is not None else 0
+        return await self.registry.live_version(self.spec.model) or 0
 
     async def lag(self) -> str:
         """Return why the fleet is not exactly in one version now; empty if it is."""

@@ -57,8 +57,7 @@ def import_(
     from loader.stores import open_store
 
     async def work(fleet: FleetRegistry) -> None:
-        desired = await fleet.wanted_model(model) if version is None else None
-        base = version if desired is None else desired.live
+        base = await fleet.live_version(model) if version is None else version
         if base is None:
             raise ConfigError(f"--version: no version of {model!r} is wanted; name the one that training went on from")
         opened = None if store is None else open_store(store)

@@ -94,7 +94,7 @@ class FleetFeed:
 
         Where nodes run it is rolled out; a fleet that starts later takes it as its newest.
         """
-        if self._fleet is not None and await live_version(self._fleet, self._training.config.model) is None:
+        if self._fleet is not None and await self._fleet.live_version(self._training.config.model) is None:
             await self.snapshot()
 
     async def until_learned(self, step: int) -> None:
@@ -134,7 +134,7 @@ class FleetFeed:
         if (fleet := self._fleet) is None:
             return await self.export()
         model, feed = self._training.config.model, self._feed
-        live = await live_version(fleet, model)
+        live = await fleet.live_version(model)
         record = None if live is None else await fleet.version(model, live)
         # Rows that are pulled from now on have what these deltas have, and those that come later are applied over them.
         end = None if record is None else await stream_end(fleet, model, record.delta_base)
@@ -219,7 +219,7 @@ class FleetFeed:
 
     async def _publish_dense(self, fleet: FleetRegistry) -> None:
         model = self._training.config.model
-        dense, live = await self._dense(), await live_version(fleet, model)
+        dense, live = await self._dense(), await fleet.live_version(model)
         if dense.step <= self._published_step or live is None:
             return
         publisher = AsyncDeltaPublisher(fleet.registry, model, live, self._feed.store)
@@ -234,18 +234,12 @@ class FleetFeed:
             await self._fleet.registry.close()
 
 
-async def live_version(fleet: FleetRegistry, model: str) -> int | None:
-    """Return the version of a model that is live."""
-    desired = await fleet.wanted_model(model)
-    return None if desired is None else desired.live
-
-
 async def check_live(config: OnlineConfig, feed: FeedConfig) -> None:
     """Raise TrainingError where a version of another training is live, whose rows are not these."""
     if feed.registry is None:
         return
     fleet = FleetRegistry(open_registry(feed.registry))
-    live = await live_version(fleet, config.model)
+    live = await fleet.live_version(config.model)
     await fleet.registry.close()
     if live is not None:
         stored = await asyncio.to_thread(open_store(feed.store).manifest, config.model, live)

@@ -102,8 +102,8 @@ class RowPublisher:
     async def _live(self) -> tuple[int, int]:
         fleet = FleetRegistry(open_registry(self._registry))
         try:
-            desired = await fleet.wanted_model(self._model)
-            record = None if desired is None or not desired.live else await fleet.version(self._model, desired.live)
+            live = await fleet.live_version(self._model)
+            record = None if live is None else await fleet.version(self._model, live)
             if record is None:
                 raise ConfigError(f"no version of {self._model!r} is live in {fleet.name}")
             return record.version, record.delta_base
