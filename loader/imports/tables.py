@@ -158,7 +158,9 @@ def _joined(table: str, parts: Sequence[Part]) -> ImportedTable:
     keys_of_parts = [part.keys for part in parts if part.keys is not None]
     if not keys_of_parts:
         return ImportedTable(rows, None, dtype)
-    keys = _joined_keys(keys_of_parts)
+    keys = keys_of_parts[0]
+    if len(keys_of_parts) > 1:
+        keys = np.concatenate(keys_of_parts, out=keys_in_file(sum(part.size for part in keys_of_parts)))
     if keys.size != rows.num_embeddings:
         refused(parts[0].file, table, f"{keys.size} rows, as there are keys", rows.num_embeddings)
     if (twice := first_twice(keys)) is not None:
@@ -166,17 +168,6 @@ def _joined(table: str, parts: Sequence[Part]) -> ImportedTable:
         others = "".join(f", also in {file}" for file in files[1:])
         refused(Path(files[0]), table, "each key once", f"{twice} twice{others}")
     return ImportedTable(rows, keys, dtype)
-
-
-def _joined_keys(parts: Sequence[Int64Array]) -> Int64Array:
-    """Return keys one after the other, int64 [n]: as they are mapped, or as `keys_in_file` gives them room."""
-    if len(parts) == 1:
-        return parts[0]
-    keys, start = keys_in_file(sum(part.size for part in parts)), 0
-    for part in parts:
-        keys[start : start + part.size] = part
-        start += part.size
-    return keys
 
 
 class TablesCheckpoint(Checkpoint):
