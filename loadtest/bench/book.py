@@ -6,8 +6,7 @@ import asyncio
 import bisect
 import itertools
 import random
-from collections import OrderedDict
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,10 @@ def drawn_rows(rows: int, exponent: float = EXPONENT) -> list[int]:
 
 def lru_hits(rows: list[int], capacity: int) -> int:
     """Count the hits of a cache of so many rows that inserts each miss in place of the least recently used."""
-    cached, hits = OrderedDict[int, None](), 0
+    read = lru_cache(capacity)(lambda row: row)
     for row in rows:
-        hits += row in cached
-        cached[row] = None
-        cached.move_to_end(row)
-        if len(cached) > capacity:
-            cached.popitem(last=False)
-    return hits
+        read(row)
+    return read.cache_info().hits
 
 
 def hot_hits(layout: TableLayout, rows: Int64Array, count: int) -> int:
