@@ -262,17 +262,14 @@ def _paths(module: nn.Module, spec: ModelSpec) -> dict[str, str]:
     paths_of: dict[str, str] = {}
     for table in spec.logical_tables:
         names = dict.fromkeys((table.name, *(part.name for part in spec.parts(table))))
-        paths = {name: [path for path in owners if _is_named(path, name)] for name in names}
+        ends = {name: (f".{name}", f".{name.replace('.', '/')}") for name in names}
+        paths = {name: [path for path in owners if f".{path}".endswith(ends[name])] for name in names}
         by_name = {name: of_name[0] for name, of_name in paths.items() if len(of_name) == 1}
         if not by_name or any(len(of_name) > 1 for of_name in paths.values()):
             problem = f"its rows may be in any of {paths}: say which with `tables`; there are {owners}"
             raise DeltaError(f"table {table.name!r}: {problem}")
         paths_of |= by_name
     return paths_of
-
-
-def _is_named(path: str, name: str) -> bool:
-    return any(path == end or path.endswith(f".{end}") for end in (name, name.replace(".", "/")))
 
 
 def _sharded(name: str, parameter: Any, lookups: Iterable[Any], closing: ExitStack) -> Iterator[_TrackedTable]:
