@@ -310,9 +310,7 @@ class AsyncDeltaPublisher:
             needed = await self._again(lambda: self._entry(sequence))
 
             def write() -> tuple[str, int]:
-                with store.hold(model, version, identity=self._identity, with_rows=False) as folder:
-                    snapshot = Snapshot.open(folder.path, self._identity, verify=False, rows_here=False)
-                    checked = checked_tensors(snapshot, tensors)
+                checked = self._read(store, lambda snapshot: checked_tensors(snapshot, tensors))
                 return write_step(store, model, version, step, checked, accepted)
 
             sha256, size_bytes = await asyncio.to_thread(write)
@@ -442,21 +440,19 @@ class AsyncDeltaPublisher:
         divided = any(table.name == name and table.num_classes > 1 for table in spec.divided)
         if name in self._classes or not divided:
             return self._classes.get(name)
-        store, model, version = self._store, self._model, self._base_version
-        if store is None:
+        if (store := self._store) is None:
             raise DeltaError(
-                f"table {name!r} of {model!r} is divided by popularity, and only its snapshot tells where its rows "
-                "lie: give the publisher `store`"
+                f"table {name!r} of {self._model!r} is divided by popularity, and only its snapshot tells where its "
+                "rows lie: give the publisher `store`"
             )
-
-        def read() -> RowClasses:
-            # What is mapped stays, whatever becomes of the folder's entries.
-            with store.hold(model, version, identity=self._identity, with_rows=False) as folder:
-                snapshot = Snapshot.open(folder.path, self._identity, verify=False, rows_here=False)
-                return snapshot.row_classes(name)
-
-        self._classes[name] = await asyncio.to_thread(read)
+        # What is mapped stays, whatever becomes of the folder's entries.
+        self._classes[name] = await asyncio.to_thread(self._read, store, lambda snapshot: snapshot.row_classes(name))
         return self._classes[name]
+
+    def _read(self, store: Store, read: Callable[[Snapshot], T]) -> T:
+        """Return what is read of the version's snapshot, of which no rows are needed."""
+        with store.hold(self._model, self._base_version, identity=self._identity, with_rows=False) as folder:
+            return read(Snapshot.open(folder.path, self._identity, verify=False, rows_here=False))
 
     async def _again(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
         deadline, pause_s = self._monotonic() + self._retry_s, 0.05
