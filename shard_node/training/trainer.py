@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from loader.errors import OverloadedError, ShardrankError
@@ -205,7 +204,8 @@ class Trainer:
             self._changes.popleft()
         # As many bytes of log as the last checkpoint has are worth another one.
         if self._log.size_bytes >= max(self._config.checkpoint_bytes, self._log.checkpoint_bytes) and not self._pending:
-            self._log.replace(self._tensors())
+            clocks = np.array([self._clocks.steps, self._clocks.is_active], np.int64)
+            self._log.replace({"clocks": clocks} | self._rows.tensors())
 
     def _reported(self) -> TrainingReport:
         clocks = self._clocks
@@ -260,10 +260,6 @@ class Trainer:
         for worker in due:
             self._clocks.answered(worker, now)
         return [self._withheld.pop(worker)[1] for worker in due]
-
-    def _tensors(self) -> dict[str, npt.NDArray[Any]]:
-        clocks = np.array([self._clocks.steps, self._clocks.is_active], np.int64)
-        return {"clocks": clocks} | self._rows.tensors()
 
     def _restore(self) -> None:
         tensors, num_records = self._log.tensors(), 0
