@@ -146,14 +146,6 @@ class Store:
         """Return the first version above all that exist or are set aside; an interrupted export's is free."""
         return max(self.versions(model) + self._set_aside_versions(model), default=0) + 1
 
-    def snapshot_path(self, model: str, version: int | None = None) -> Path:
-        """Return the folder of a version, by default the latest. Raises SnapshotNotFoundError, naming what exists."""
-        latest = self.latest(model)
-        version = latest if version is None else version
-        if version not in self.versions(model):
-            raise self.no_version(model, version)
-        return self.path / model / str(version)
-
     def no_version(self, model: str, version: int) -> SnapshotNotFoundError:
         """Make the error that names what exists in place of a version."""
         problem = f"no version {version} of model {model!r}; it has {self.versions(model)}"
@@ -175,7 +167,11 @@ class Store:
         that is known; without `with_rows` row files are not fetched; `verify` compares files that were fetched before
         with their SHA-256; `progress` gets bytes, and ends the fetch by raising.
         """
-        return HeldSnapshot(self.snapshot_path(model, version))
+        latest = self.latest(model)
+        version = latest if version is None else version
+        if version not in self.versions(model):
+            raise self.no_version(model, version)
+        return HeldSnapshot(self.path / model / str(version))
 
     def manifest(self, model: str, version: int) -> tuple[Manifest, str] | None:
         """Read a version's manifest and its identity; None if there is no such version. Raises as `read_manifest`."""

@@ -71,7 +71,7 @@ def test_what_a_file_system_refuses_may_pass_and_damage_may_not(copy, call, numb
 
     def refusal() -> SnapshotError:
         with pytest.raises(SnapshotError) as refused:
-            Snapshot.open(Store(copy.parent.parent).snapshot_path(copy.parent.name, int(copy.name)))
+            Snapshot.open(Store(copy.parent.parent).hold(copy.parent.name, int(copy.name)).path)
         return refused.value
 
     def refuse(path, *_, **__):

@@ -24,17 +24,17 @@ def test_models_and_versions_are_found_in_order(tmp_path):
     assert store.versions("a") == [2, 9, 10]
     assert store.latest("a") == 10
     assert store.next_version("a") == 11
-    assert store.snapshot_path("a") == tmp_path / "a" / "10"
-    assert store.snapshot_path("a", 9) == tmp_path / "a" / "9"
+    assert store.hold("a").path == tmp_path / "a" / "10"
+    assert store.hold("a", 9).path == tmp_path / "a" / "9"
 
 
 def test_what_does_not_exist_is_told_with_what_does(tmp_path):
     write_snapshot(tmp_path, one_table_spec(10, model="a"), version=3)
     store = Store(tmp_path)
     with pytest.raises(SnapshotNotFoundError, match=r"no version 4 of model 'a'; it has \[3\]"):
-        store.snapshot_path("a", 4)
+        store.hold("a", 4)
     with pytest.raises(SnapshotNotFoundError, match=r"no model 'b'; it has \['a'\]"):
-        store.snapshot_path("b")
+        store.hold("b")
     for name in ("..", "../a", "", "."):
         with pytest.raises(SnapshotNotFoundError):
             store.latest(name)
