@@ -11,9 +11,8 @@ import contextlib
 import json
 import math
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import wraps
@@ -206,25 +205,6 @@ class Bench:
         self._is_quick = quick
         self._started_at = datetime.now(UTC)
         self._tables: dict[str, dict[str, Any]] = {}
-
-    def median_call_us(
-        self, call: Callable[[Item], Awaitable[object]], batches: Sequence[Item], seconds: float
-    ) -> float:
-        """Call with each batch in turn, for some seconds; return the median microseconds of a call.
-
-        One call more comes first and is not counted; each batch comes once at least.
-        """
-
-        async def measure_calls() -> list[float]:
-            await call(batches[0])
-            times, started_at = list[float](), time.perf_counter()
-            while len(times) < len(batches) or time.perf_counter() - started_at < seconds:
-                before = time.perf_counter()
-                await call(batches[len(times) % len(batches)])
-                times.append(time.perf_counter() - before)
-            return times
-
-        return 1e6 * float(np.median(self.runner.run(measure_calls())))
 
     def busy_values(
         self, generators: Generators, load: OfferedLoad, server: Server, in_flight: int, seconds: float

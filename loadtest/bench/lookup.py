@@ -67,6 +67,26 @@ def calls_of(snapshot: Snapshot, tables: harness.UniformTables, remote: Router) 
     }
 
 
+def time_calls(
+    bench: harness.Bench, batches: Sequence[Batch], seconds: float, call: Call, number: int
+) -> harness.Values:
+    """Call with each batch in turn, for some seconds; return the median microseconds of a call.
+
+    One call more comes first and is not counted; each batch comes once at least.
+    """
+
+    async def measure() -> list[float]:
+        await call(batches[0])
+        times, started_at = list[float](), time.perf_counter()
+        while len(times) < len(batches) or time.perf_counter() - started_at < seconds:
+            before = time.perf_counter()
+            await call(batches[len(times) % len(batches)])
+            times.append(time.perf_counter() - before)
+        return times
+
+    return {"time of a batch": 1e6 * float(np.median(bench.runner.run(measure())))}
+
+
 async def check_same(calls: Mapping[str, Call], batch: Batch) -> None:
     """Raise AssertionError unless all give the same; float32 differs by the rounding of each int8 row."""
     expected = await calls[BARE](batch)
@@ -79,10 +99,6 @@ async def check_same(calls: Mapping[str, Call], batch: Batch) -> None:
 
 def measure_dim(bench: harness.Bench, tables: harness.UniformTables, seconds: float) -> None:
     """Measure batches of all sizes, with 1 and with 20 ids a bag."""
-
-    def subject(call: Call, batches: Sequence[Batch]) -> harness.Subject:
-        return lambda number: {"time of a batch": bench.median_call_us(call, batches, seconds)}
-
     with ExitStack() as stack:
         click.echo(f"writing {tables.count} tables of {tables.rows} rows of dim {tables.embedding_dim}")
         snapshot = tables.export(bench.folder / f"{tables.embedding_dim}")
@@ -98,7 +114,7 @@ def measure_dim(bench: harness.Bench, tables: harness.UniformTables, seconds: fl
             batches = [(bags, bags.values + first) for bags in drawn]
             bench.runner.run(check_same(calls, batches[0]))
             title = f"dim {tables.embedding_dim}, {hotness} id{'s' * (hotness > 1)} a bag, batch {size}"
-            subjects = {name: subject(call, batches) for name, call in calls.items()}
+            subjects = {name: partial(time_calls, bench, batches, seconds, call) for name, call in calls.items()}
             cells.append(harness.BenchTable(title, MEASURES, subjects, {"rows of a batch": f"{first.size}"}))
         bench.run(cells)
 
@@ -140,9 +156,6 @@ def measure_keyed(bench: harness.Bench, rows: int, dim: int, seconds: float) -> 
     async def route(name: str, batch: Batch) -> Float32Array:
         return (await routers[name].lookup(harness.MODEL, 1, batch[0], time.monotonic() + TIMEOUT_S)).blocks[0]
 
-    def subject(call: Call, batches: Sequence[Batch]) -> harness.Subject:
-        return lambda number: {"time of a batch": bench.median_call_us(call, batches, seconds)}
-
     calls: dict[str, Call] = {f"engine, {name}": partial(pool, name) for name in snapshots}
     calls |= {f"router, {'vocabulary' if name == 'rows' else name}": partial(route, name) for name in snapshots}
     cells = []
@@ -151,9 +164,8 @@ def measure_keyed(bench: harness.Bench, rows: int, dim: int, seconds: float) -> 
         batches = [(bags.with_values(ids[bags.values], None), bags.values) for bags in drawn]
         bench.runner.run(check_equal(calls, batches[0]))
         title = f"{rows} rows, dim {dim}, {hotness} id{'s' * (hotness > 1)} a bag, {size} ids"
-        cells.append(
-            harness.BenchTable(title, MEASURES, {name: subject(call, batches) for name, call in calls.items()})
-        )
+        subjects = {name: partial(time_calls, bench, batches, seconds, call) for name, call in calls.items()}
+        cells.append(harness.BenchTable(title, MEASURES, subjects))
     bench.run(cells)
 
 
