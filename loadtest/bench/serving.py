@@ -236,13 +236,6 @@ def measure_account(model: ServedModel, hotness: int, apis: Sequence[Api]) -> No
             click.echo(f"  {stage}: {busy_us:.1f}, {accounts[api]['stages_us'][stage]:.1f}")
 
 
-def measure_against(model: ServedModel, hotness: Sequence[int], apis: Sequence[Api], old: Path) -> None:
-    """Measure this checkout's server and another one's, which serve the same snapshot, run by the same Python."""
-    checkouts = {"old": old, "new": THIS_CHECKOUT}
-    setup = {**{side: commit_of(path) for side, path in checkouts.items()}, "requests": model.shape.requests}
-    measure_sides({side: (model, checkout) for side, checkout in checkouts.items()}, setup, hotness, apis)
-
-
 def measure_sides(
     sides: Mapping[str, tuple[ServedModel, Path | None]],
     setup: dict[str, str],
@@ -339,7 +332,10 @@ def serving(
             return
         model = written()
         if old is not None:
-            measure_against(model, hotness, apis, old)
+            # Both serve the same snapshot, and are run by the same Python.
+            checkouts = {"old": old, "new": THIS_CHECKOUT}
+            setup = {**{side: commit_of(path) for side, path in checkouts.items()}, "requests": shape.requests}
+            measure_sides({side: (model, checkout) for side, checkout in checkouts.items()}, setup, hotness, apis)
         else:
             measure_server(model, hotness, apis)
             measure_account(model, hotness[0], apis)
