@@ -108,10 +108,8 @@ class RowsOnCard(MemoryStack):
         """Return the kernel's view of the table on so many logical cards, or `WITHOUT_PLACES`; made once."""
         if num_cards in self._arenas:
             return self._arenas[num_cards]
-        table, num_owners = (
-            kernel_params.TableParams(num_rows=self.count, owner_after=0 if num_cards else 1),
-            max(1, num_cards),
-        )
+        table = kernel_params.TableParams(num_rows=self.count, owner_after=0 if num_cards else 1)
+        num_owners = max(1, num_cards)
         card_bytes = self.count // num_owners * self.format.stride
         owners = [self.memory.address + owner * card_bytes for owner in range(num_owners)]
         self._arenas[num_cards] = kernel_params.ArenaParams(
@@ -174,9 +172,8 @@ class CardBags(MemoryStack):
             count = min(self._candidates, batch - first)
             blocks += [(len(runs), bag) for bag in range(0, count, self._shape.bags_per_block)]
             column = len(runs) * rows.embedding_dim
-            runs.append(
-                bytes(kernel_params.RunParams(0, first, count, kernel_params.MODES["sum"], column, self._width))
-            )
+            run = kernel_params.RunParams(0, first, count, kernel_params.MODES["sum"], column, self._width)
+            runs.append(bytes(run))
         self._num_runs, self._grid = len(runs), (len(blocks), self._shape.column_tiles)
         offsets = np.arange(0, (batch + 1) * hotness, hotness, dtype=np.uint32)
         self._blocks = self.upload(np.array(blocks, np.uint32).tobytes())
@@ -277,7 +274,8 @@ class RandomGather(MemoryStack):
         self._lanes_log2 = (self._chunks - 1).bit_length()
         groups = -(-num_reads // rows_per_group)
         self._blocks = -(-(groups << self._lanes_log2) // kernel_params.THREADS_PER_BLOCK)
-        self._sums = self.allocate(4 * self._blocks * kernel_params.THREADS_PER_BLOCK)
+        self._num_threads = self._blocks * kernel_params.THREADS_PER_BLOCK
+        self._sums = self.allocate(4 * self._num_threads)
 
     def launch(self, number: int) -> None:
         """Read the rows of a set."""
@@ -304,9 +302,7 @@ class RandomGather(MemoryStack):
         reads = chosen[:, None] * self._rows_per_group + np.arange(self._rows_per_group)
         numbers = rows_read(reads + number * self._num_reads, self._rows.count)
         with self.card.torch_stream(self.stream):
-            sums = self.card.tensor(
-                self._sums, 0, (self._blocks * kernel_params.THREADS_PER_BLOCK,), torch.int32
-            ).fill_(-1)
+            sums = self.card.tensor(self._sums, 0, (self._num_threads,), torch.int32).fill_(-1)
             self.launch(number)
             lanes = sums.cpu().numpy().view(np.uint32).reshape(-1, 1 << self._lanes_log2)[chosen, : self._chunks]
             stored, _ = self._rows.stored(0, self._rows.count)
