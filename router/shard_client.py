@@ -173,8 +173,7 @@ class ShardConnection(frames.FrameConnection):
         header = frame.header
         if header.request_id:
             self.has_replied = True
-            on_reply = self._waiting.pop(header.request_id, None)
-            if on_reply is not None:
+            if (on_reply := self._waiting.pop(header.request_id, None)) is not None:
                 on_reply(frame)
                 self._close_if_done()
         elif header.frame_type == FrameType.GOAWAY:

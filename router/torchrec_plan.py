@@ -77,8 +77,7 @@ def _converted(where: str, plan: Mapping[str, Any], spec: ModelSpec) -> PlanFile
 
 
 def _table_plan(where: str, table: TableSpec, given: Mapping[str, Any], first_cards: tuple[int, ...]) -> TablePlan:
-    kind = _KINDS.get(given["sharding_type"])
-    if kind is None:
+    if (kind := _KINDS.get(given["sharding_type"])) is None:
         raise PlanError(
             f"{where}: table {table.name!r}: sharding_type {given['sharding_type']!r}; allowed: {[*_KINDS]}"
         )

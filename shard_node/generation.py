@@ -96,8 +96,7 @@ class Generations(Generic[Payload]):
         """Put a loaded version beside the live one. Raises RolloutError if it is here, or still drains."""
         generation = Generation(model, version, payload)
         with self.lock:
-            before = self._by_key.get((model, version))
-            if before is not None:
+            if (before := self._by_key.get((model, version))) is not None:
                 raise RolloutError(f"version {version} of model {model!r} is already here ({before.state})")
             self._by_key[model, version] = generation
         return generation

@@ -414,13 +414,11 @@ class AsyncDeltaPublisher:
             if limit is not None and limit < 1:
                 raise DeltaError(f"max_stream_{name}: {limit}; at least 1 is needed")
         model, number = self._model, self._base_version
-        version = await self._again(lambda: self._fleet.version(model, number))
-        if version is None:
+        if (version := await self._again(lambda: self._fleet.version(model, number))) is None:
             problem = f"version {number} of model {model!r} is not published in {self._fleet.name}"
             raise DeltaError(problem, kind="delta_base")
         self._identity = version.identity
-        text = await self._again(lambda: self._fleet.spec(model, number))
-        if text is None:
+        if (text := await self._again(lambda: self._fleet.spec(model, number))) is None:
             problem = f"the registry has no spec of {model!r} version {number}: publish it again"
             raise DeltaError(problem, kind="delta_base")
         spec = parse_record(f"the spec of {model!r} version {number}", text.encode(), ModelSpec)

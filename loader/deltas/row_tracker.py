@@ -239,8 +239,7 @@ def _tracked(module: nn.Module, name: str, path: str, closing: ExitStack) -> Ite
     at = module.get_submodule(parent) if isinstance(owner, nn.Parameter) else owner
     attribute = name_in_parent if isinstance(owner, nn.Parameter) else "weight"
     weight: Any = getattr(at, attribute, None)
-    lookups = getattr(collection, "_lookups", None)
-    if lookups is not None:
+    if (lookups := getattr(collection, "_lookups", None)) is not None:
         yield from _sharded(name, weight, lookups, closing)
     elif isinstance(owner, nn.Embedding | nn.EmbeddingBag | nn.Parameter):
         copied = (part for part in module.modules() if isinstance(part, DistributedDataParallel))

@@ -66,8 +66,7 @@ def _parts(file: Path, notes: list[str]) -> dict[str, Part]:
     """Return the tables of one file; what to tell of them is added to `notes`. Raises CheckpointError."""
     arrays: dict[str, dict[str, npt.NDArray[Any]]] = defaultdict(dict)
     for name, array in _mapped(file).items():
-        entry = _ENTRY.fullmatch(name)
-        if entry is None:
+        if (entry := _ENTRY.fullmatch(name)) is None:
             raise CheckpointError(f"{file}: expected arrays named .npy, found {cut(name)}")
         is_dynamic = file.name.startswith("sparse_dynamic")
         table, what = (entry["table"], entry["what"]) if is_dynamic else (name.removesuffix(".npy"), "rows")

@@ -206,8 +206,7 @@ def _shards_without(nodes: Iterable[NodeRecord], view: FleetView, model: str, *v
 def _without(nodes: Iterable[NodeRecord], model: str, version: int) -> list[StepBlocker]:
     lags = []
     for node in nodes:
-        report = node.report(model, version)
-        if report is None:
+        if (report := node.report(model, version)) is None:
             lags.append(StepBlocker(f"{node.node_id}: does not have version {version} yet", staging=True))
         elif report.state != "ready":
             progress = f" {report.progress:.0%}" if report.state == "staging" else " for now" if report.passing else ""

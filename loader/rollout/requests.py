@@ -53,8 +53,7 @@ async def start_rollout(
         raise RolloutError(
             f"{model}: the rollout of version {last.rollout.to_version} is {last.rollout.state}, in {last.rollout.step}"
         )
-    published = await fleet.version(model, version)
-    if published is None:
+    if (published := await fleet.version(model, version)) is None:
         versions = [record.version for record in await fleet.versions(model)]
         raise RolloutError(f"{model}: version {version} is not published; published are {versions}")
     wanted = await fleet.wanted_model(model)
@@ -126,8 +125,7 @@ async def abort_rollout(
     Raises RolloutError if none is running, its old version is being retired, or it is not as it was `seen`.
     """
     for _ in range(MAX_ATTEMPTS):
-        last = await _read_seen(fleet, model, seen)
-        if last is None:
+        if (last := await _read_seen(fleet, model, seen)) is None:
             raise RolloutError(f"{model}: no rollout is running")
         aborted = plan.undone(last.rollout, clock(), "aborted", reason or "no reason given")
         with suppress(RegistryConflictError):

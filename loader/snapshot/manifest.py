@@ -215,8 +215,7 @@ class ModelSpec(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _refuse_duplicates("table", [table.name for table in self.tables])
-        sliced = [table.name for table in self.tables if table.column_dims]
-        if sliced:
+        if sliced := [table.name for table in self.tables if table.column_dims]:
             stored = [table.name for table in self.stored_tables]
             if len(stored) > MAX_TABLES:
                 raise ValueError(f"column_dims make {len(stored)} stored tables; at most {MAX_TABLES} are allowed")

@@ -304,8 +304,7 @@ class Snapshot:
         return load_numpy(*self._header(entry))[manifests.PLAN_TENSOR].tobytes()
 
     def _vocabulary_entry(self, table: str) -> FileEntry:
-        entry = self._files[self._first_of[table]].vocabulary
-        if entry is None:
+        if (entry := self._files[self._first_of[table]].vocabulary) is None:
             raise KeyError(f"table {table!r} has no vocabulary")
         return entry
 

@@ -133,8 +133,7 @@ class Store:
 
     def latest(self, model: str) -> int:
         """Return the highest version. Raises SnapshotNotFoundError if there is none."""
-        versions = self.versions(model)
-        if not versions:
+        if not (versions := self.versions(model)):
             self.check_exists()
             raise SnapshotNotFoundError(
                 f"store {self.name} has no model {model!r}; it has {errors.nearest(model, self.models())}"

@@ -104,8 +104,7 @@ def expect_tensors(
 ) -> None:
     """Raise SnapshotCorruptError unless the file has exactly these tensors, each of its dtype and shape."""
     for name, (dtype, shape) in expected.items():
-        info = tensors.get(name)
-        if info is None:
+        if (info := tensors.get(name)) is None:
             raise SnapshotCorruptError(f"{path}: has no tensor {name!r}; it has {cut(sorted(tensors))}")
         if (info.dtype, info.shape) != (dtype, shape):
             raise SnapshotCorruptError(

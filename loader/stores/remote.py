@@ -237,8 +237,7 @@ class RemoteStore(store.Store):
             self.bring_back(model, version)
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
-        content = self._read(path, max_bytes)
-        if content is None:
+        if (content := self._read(path, max_bytes)) is None:
             raise SnapshotCorruptError(f"{self.name}/{path}: missing") from FileNotFoundError(path)
         return content
 

@@ -193,8 +193,7 @@ async def keep_busy(
         while not stopped.is_set():
             now = time.monotonic()
             request = Outgoing(next(numbers), now - recorder.begin, now, now + ANSWER_TIMEOUT_S, now)
-            failure = await sender.ask(request)
-            if failure is not None:
+            if (failure := await sender.ask(request)) is not None:
                 why = f"{failure.kind}: {failure.message[:300]} ({in_flight} in flight)"
                 raise RequestFailedError(f"{pool.api}: {why}")
             recorder.add(request, None)

@@ -125,8 +125,7 @@ class DeltaFollower:
                 )
             if stated.sequence != entry.sequence:
                 raise DeltaFormatError(f"{self._where}: {name} lies at {entry.sequence} of {self._stream}")
-            slices = layout.slices.get(stated.table)
-            if slices is None:
+            if (slices := layout.slices.get(stated.table)) is None:
                 raise DeltaFormatError(f"{self._where}: {name} is for table {stated.table!r}, which it does not have")
             heads, written, absent = position.heads, 0, 0
             if isinstance(stated, Commit):
@@ -339,8 +338,7 @@ class Followers:
 
     async def stop(self, model: str, version: int) -> None:
         """Stop a follower, if there is one: nothing writes rows of the version any more afterwards."""
-        task = self._tasks.get((model, version))
-        if task is None:
+        if (task := self._tasks.get((model, version))) is None:
             return
         # It stays known until it has ended: a wait that is cancelled must not let another one begin beside it.
         await end_tasks([task])

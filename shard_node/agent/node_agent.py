@@ -373,8 +373,7 @@ class NodeActions:
 
         A node is ready once its fleet knows that it has what answers, and the deltas published before it first looked.
         """
-        announced = agent.announced
-        if announced is None:
+        if (announced := agent.announced) is None:
             return {"": "it has not joined its fleet yet"}
         if announced.draining:
             return {"": "it is leaving its fleet"}

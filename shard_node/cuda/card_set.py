@@ -165,8 +165,7 @@ class DeviceChoice:
         """Read `cpu`, `auto`, `cuda`, `cuda:I` or `cuda:I,J,...`. Raises DeviceChoiceError."""
         if text in ("cpu", "auto", "cuda"):
             return cls(cast(DeviceKind, text))
-        match = _NAMED.fullmatch(text)
-        if match is None:
+        if (match := _NAMED.fullmatch(text)) is None:
             raise DeviceChoiceError(f"device {text!r} is none of {ALLOWED}")
         devices = tuple(int(number) for number in match[1].split(","))
         if len(set(devices)) != len(devices):
@@ -194,8 +193,7 @@ def devices_of_cards(choice: DeviceChoice, num_cards: int | None, num_devices: i
             seen = f"{cards} cards, but this process sees {num_devices} devices"
             raise DeviceChoiceError(f"{named}: {seen}; for several logical cards on one device name it, as in 'cuda:0'")
         return tuple(range(cards))
-    missing = [device for device in choice.devices if device >= num_devices]
-    if missing:
+    if missing := [device for device in choice.devices if device >= num_devices]:
         raise DeviceChoiceError(f"{named}: there is no device {missing[0]}; this process sees 0..{num_devices - 1}")
     cards = count if num_cards is None else num_cards
     if cards < count:

@@ -404,8 +404,7 @@ def _decode(body: Body, what: str) -> tuple[memoryview, list[Array]]:
         raise WireError(f"{what} fields_bytes is {fields_bytes}, they do not fit a body of {size} bytes")
     arrays = []
     for number, (code, _, width, rows) in enumerate(_ARRAY.iter_unpack(view[_BODY.size : fields_start])):
-        dtype = _DTYPE_OF_CODE.get(code)
-        if dtype is None:
+        if (dtype := _DTYPE_OF_CODE.get(code)) is None:
             raise WireError(f"{what} array {number}: dtype {code} is none of {sorted(_DTYPE_OF_CODE)}")
         # Python's integers do not overflow, so a count that is made up can't wrap around to a small one.
         count = rows * (width or 1)
