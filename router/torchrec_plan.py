@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,17 @@ def _table_plan(where: str, table: TableSpec, given: Mapping[str, Any], first_ca
     if kind == "data_parallel":
         slices = [RanksOfBuckets(ranks=first_cards)]
     else:
-        by_columns = list(_by_columns(given["shards"], given["ranks"]))
+        # The rank and the number of rows of each shard, by where a slice of columns begins, and its width.
+        of_slices: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for rank, shard in zip(given["ranks"], given["shards"], strict=True):
+            (_, column), (rows, width) = shard["shard_offsets"], shard["shard_sizes"]
+            of_slices.setdefault((column, width), []).append((rank, rows))
+        by_columns = [(width, of_slice) for (_, width), of_slice in sorted(of_slices.items())]
         if len(by_columns) > 1:
             column_dims = tuple(width for width, _ in by_columns)
         elif kind in ("column_wise", "grid_shard"):
             kind = "table_wise" if kind == "column_wise" else "row_wise"
-        slices = [RanksOfBuckets.of(_rank_of_bucket(rows, buckets)) for _, rows in by_columns]
+        slices = [RanksOfBuckets.of(_rank_of_bucket(of_slice, buckets)) for _, of_slice in by_columns]
     if column_dims and sum(column_dims) != table.embedding_dim:
         raise PlanError(
             f"{where}: table {table.name!r}: shards of {list(column_dims)} columns; it has {table.embedding_dim}"
@@ -104,18 +109,6 @@ def _table_plan(where: str, table: TableSpec, given: Mapping[str, Any], first_ca
         column_dims=column_dims,
         slices=tuple(slices),
     )
-
-
-def _by_columns(
-    shards: Sequence[Mapping[str, Any]], ranks: Sequence[int]
-) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Yield, for each slice of columns from left to right, its width, and the rank and number of rows of each shard."""
-    slices: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for rank, shard in zip(ranks, shards, strict=True):
-        (_, column), (rows, width) = shard["shard_offsets"], shard["shard_sizes"]
-        slices.setdefault((column, width), []).append((rank, rows))
-    for (_, width), of_slice in sorted(slices.items()):
-        yield width, of_slice
 
 
 def _rank_of_bucket(rows: Sequence[tuple[int, int]], buckets: int) -> Any:
