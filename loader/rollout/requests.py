@@ -101,8 +101,7 @@ class SeenRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def _read_seen(fleet: FleetRegistry, model: str, seen: SeenRollout | None) -> plan.OnRecord | None:
-    last, wanted = await plan.read_rollout(fleet, model), await fleet.wanted_model(model)
-    live = None if wanted is None else wanted.live
+    last, live = await plan.read_rollout(fleet, model), await fleet.live_version(model)
     shown = seen and (seen.rollout_id, seen.is_active, seen.live)
     if shown and last is not None and shown != (last.rollout.rollout_id, last.rollout.active, live):
         raise RolloutError(
