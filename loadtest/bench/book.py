@@ -16,16 +16,17 @@ import numpy as np
 from loader.snapshot.publishing import rows_bytes_of
 from loadtest.bench import harness
 from loadtest.compare import wire_bytes
-from loadtest.drill.fleet import served_fleet
 from loadtest.errors import LoadError
-from loadtest.servers import summed
+from loadtest.servers import Server, summed
 from router.hot_rows import HotSet
 from router.plan import table_bytes
 from router.planning.inputs import catalog_model
 from serving.cli import options as opts
 from serving.cli.output import progress_bars
 from serving.client import AsyncClient
-from serving.demo import rank_all
+from serving.demo import rank_all, url_of
+from serving.fleet.config import FleetConfig
+from serving.fleet.local_fleet import running_fleet
 from serving.training import trainer
 from serving.training.dataset import CROSSES, FilmsOptions
 from shard_node.bags import Bags, Int64Array, TableLayout
@@ -111,13 +112,14 @@ ROW_OVERHEAD_BYTES = 78
 async def measure_served(version: trainer.TrainedVersion, **serve: Any) -> dict[str, float]:
     """Rank the test part by two shards and a router with float32 arithmetic; return what is measured of a request."""
     labelled, store = trainer.expectation(version).labelled, version.folder.parent.parent
-    settings: dict[str, Any] = {"shards": 2, "replicate_bytes": 0, "serve": {"dtype": "float32", **serve}}
-    starting = served_fleet(store, version.trained.spec, registry=f"{store}-registry", **settings)
-    async with starting as fleet, AsyncClient(fleet.server.target("json")) as client:
-        before = await asyncio.to_thread(fleet.server.metrics)
+    settings: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "serve": {"dtype": "float32", **serve}}
+    config = FleetConfig(store=store, registry=f"{store}-registry", shards=2, replicate_bytes=0, **settings)
+    async with running_fleet(config) as fleet, AsyncClient(url_of(fleet, "http")) as client:
+        server = Server(fleet.ports.http_port, fleet.ports.grpc_port, ())
+        before = await asyncio.to_thread(server.metrics)
         with progress_bars() as bars:
             answers = await rank_all("http", client, version, labelled.requests, bars)
-        after = await asyncio.to_thread(fleet.server.metrics)
+        after = await asyncio.to_thread(server.metrics)
     if answers.errors:
         raise LoadError(f"{len(answers.errors)} requests failed, such as: {answers.errors[0]}")
     sizes = wire_bytes(before, after)
