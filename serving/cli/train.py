@@ -12,11 +12,11 @@ from click.core import ParameterSource
 from serving.cli import WithExamples
 from serving.cli import options as opts
 from serving.cli.output import print_document, progress_bars
-from serving.cli.settings import config_of, registry_url
+from serving.cli.settings import config_of
 from serving.fleet.process import run_until_signalled
 
-ONLINE = ("folder", "workers", "servers", "consistency", "dense", "optimizer", "lr", "batch", "worker_timeout_s",
-          "publish_rows_s", "publish_dense_s", "snapshot_s", "bake_s")  # fmt: skip
+ONLINE = {"folder", "workers", "servers", "consistency", "dense", "optimizer", "lr", "batch", "worker_timeout_s",
+          "registry", "publish_rows_s", "publish_dense_s", "snapshot_s", "bake_s"}  # fmt: skip
 """Options that go with --online."""
 _online_options = opts.together(
     opts.option("--folder", "Of logs and checkpoints; started again, training goes on from these.", opts.FOLDER),
@@ -79,13 +79,13 @@ def train(ctx: click.Context, /, store: Path, **options: Any) -> None:
       shardrank train --store models --prune --table 'films={"project_to": 16, "embedding_dim": 8}'
       shardrank train --online --store models --folder online --ratings ratings.csv --workers 4 --consistency ssp:4
     """
-    given = {name: options.pop(name) for name in (*ONLINE, "registry")}
     is_online = options.pop("online")
-    alien = options.keys() - {"movielens", "ratings", "seed", "model", "dim", "dtype"} if is_online else given.keys()
+    shared = {"movielens", "ratings", "seed", "model", "dim", "dtype"}
+    alien = options.keys() - shared - ONLINE if is_online else ONLINE
     if named := sorted(name for name in alien if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE):
         raise click.UsageError(f"--{named[0].replace('_', '-')}: {'not' if is_online else 'only'} with --online")
     if is_online:
-        _train_online(ctx, store, given, options)
+        _train_online(ctx, store, options)
         return
     if isinstance(options["ratings"], Path):
         raise click.UsageError("--ratings: a file only with --online")
@@ -111,20 +111,15 @@ def _train(store: Path, movielens: Path | None, ratings: int, seed: int, **optio
     click.echo(f"wrote {version.folder}")
 
 
-def _train_online(ctx: click.Context, store: Path, given: dict[str, Any], options: dict[str, Any]) -> None:
+def _train_online(ctx: click.Context, store: Path, options: dict[str, Any]) -> None:
     from serving.training.fleet_feed import FeedConfig, train_online
     from serving.training.online_model import OnlineConfig
     from serving.training.rating_stream import read_ratings
 
-    if given["folder"] is None:
+    if options["folder"] is None:
         raise click.UsageError("--online needs --folder.")
-    named = {
-        name: given.pop(name) for name in ("publish_rows_s", "publish_dense_s", "snapshot_s", "bake_s", "registry")
-    }
-    shared = {name: options[name] for name in ("model", "dim", "seed")}
-    training = config_of(OnlineConfig, given | shared, write_dense_s=named["publish_dense_s"])
-    registry = None if named["registry"] is None else registry_url(named["registry"], store)
-    feed = config_of(FeedConfig, named, store=store, dtype=options["dtype"], registry=registry)
+    training = config_of(OnlineConfig, options, write_dense_s=options["publish_dense_s"])
+    feed = config_of(FeedConfig, options, store=store)
     ratings = read_ratings(options["movielens"], options["ratings"], options["seed"])
     done = run_until_signalled(lambda: train_online(training, feed, ratings, click.echo))
     if done is None:
