@@ -119,7 +119,7 @@ async def steps_of_table(rows: int, ids_per_worker: int, workers: int, servers: 
             await asyncio.gather(*(work(client, step) for client in clients))
         seconds, on_sockets = time.monotonic() - started_at, loopback_bytes() - before
         links = [
-            sum(client.traffic[shard].pulled_bytes + client.traffic[shard].pushed_bytes for client in clients) / steps
+            sum(client.pulled_bytes[shard] + client.pushed_bytes[shard] for client in clients) / steps
             for shard in range(servers)
         ]
         for client in clients:

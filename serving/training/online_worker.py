@@ -334,8 +334,8 @@ class OnlineWorker:
             seconds=time.monotonic() - self._started_at,
             ratings=ratings,
             loss=self._loss / max(ratings, 1),
-            pulled_bytes=tuple(each.pulled_bytes for each in self._servers.traffic),
-            pushed_bytes=tuple(each.pushed_bytes for each in self._servers.traffic),
+            pulled_bytes=tuple(self._servers.pulled_bytes),
+            pushed_bytes=tuple(self._servers.pushed_bytes),
             reduced_bytes=self._reduced_bytes,
             is_done=is_done,
         )

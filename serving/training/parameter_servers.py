@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
@@ -35,34 +34,19 @@ PUSH_TIMEOUT_S: Final = 30.0
 RETRY_S: Final = 0.1
 
 
-@dataclass(slots=True, eq=False)
-class Traffic:
-    """Bytes between a worker and one server: numbers of rows and of gradients alone."""
-
-    pulled_bytes: int = 0
-    pushed_bytes: int = 0
-
-
 class ParameterServers:
     """The servers of one version, by number of the shard, for one worker. Belongs to one event loop.
 
-    Where a server can't be reached, pulls and pushes are repeated until it can. Raises as `Plan.make`.
+    Where a server can't be reached, pulls and pushes are repeated until it can. `pulled_bytes` and `pushed_bytes` are
+    those of numbers of rows and of gradients alone, by server. Raises as `Plan.make`.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        spec: ModelSpec,
-        version: int,
-        worker: int,
-        init_scale: float,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, addresses: Sequence[str], spec: ModelSpec, version: int, worker: int, init_scale: float) -> None:
         plan = Plan.make(spec, num_shards=len(addresses), replicate_bytes=0)
         self._model, self._version, self._worker, self._init_scale = spec.model, version, worker, init_scale
-        self._layout, self._owners, self._sleep = plan.layout, BucketOwners(plan), sleep
+        self._layout, self._owners = plan.layout, BucketOwners(plan)
         self._clients = [ShardClient(Address.parse(address)) for address in addresses]
-        self.traffic = [Traffic() for _ in addresses]
+        self.pulled_bytes, self.pushed_bytes = [0] * len(addresses), [0] * len(addresses)
 
     async def pull(self, ids: Mapping[int, Int64Array]) -> dict[int, Float32Array]:
         """Return rows, float32 [n, embedding_dim], of different ids, int64 [n], by number of the table.
@@ -79,7 +63,7 @@ class ParameterServers:
             answer = await self._until_answered(partial(self._pool, self._clients[shard], some))
             for table, values in self._rows_of(some, answer):
                 rows[table][at[table]] = values
-                self.traffic[shard].pulled_bytes += values.nbytes
+                self.pulled_bytes[shard] += values.nbytes
 
         await asyncio.gather(*(pull_from(shard, at) for shard, at in enumerate(self._divided(ids)) if at))
         return rows
@@ -93,7 +77,7 @@ class ParameterServers:
         async def push_to(shard: int, at: dict[int, Int64Array]) -> None:
             some = {table: (gradients[table][0][chosen], gradients[table][1][chosen]) for table, chosen in at.items()}
             await self._push_to(self._clients[shard], Push(self._worker, step, some))
-            self.traffic[shard].pushed_bytes += sum(values.nbytes for _, values in some.values())
+            self.pushed_bytes[shard] += sum(values.nbytes for _, values in some.values())
 
         divided = self._divided({table: ids for table, (ids, _) in gradients.items()})
         # All of them end, whatever one answers: none is pushed again while it is still in flight.
@@ -124,7 +108,7 @@ class ParameterServers:
                 return min(due)
             if not all(is_active) and await self._push_skipped(due, is_active):
                 return max(due)
-            await self._sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S)
 
     async def last_step(self) -> int:
         """Return the highest step that any worker has pushed to any server."""
@@ -199,7 +183,7 @@ class ParameterServers:
                 if str(error) != reported:
                     logger.warning("%s: tried again until it answers", error)
                 reported = str(error)
-                await self._sleep(RETRY_S)
+                await asyncio.sleep(RETRY_S)
 
 
 def _bags(ids: Mapping[int, Int64Array]) -> Bags:

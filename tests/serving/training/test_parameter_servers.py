@@ -93,8 +93,7 @@ async def test_rows_are_pulled_and_gradients_applied_wherever_they_are(written, 
             np.testing.assert_array_equal(after[table], rows - gradients[table])
         assert await servers.resume_step() == 2
         size_bytes = 4 * (150 * 8 + 23 * 4)
-        assert sum(each.pulled_bytes for each in servers.traffic) == 2 * size_bytes
-        assert sum(each.pushed_bytes for each in servers.traffic) == 2 * size_bytes
+        assert sum(servers.pulled_bytes) == sum(servers.pushed_bytes) == 2 * size_bytes
         # Every server counts the step, whatever it has of its rows.
         await servers.push(2, {FILMS: (films[:1], gradients[FILMS][:1])})
         assert await servers.resume_step() == 3
