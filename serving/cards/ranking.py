@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -22,13 +21,11 @@ import torch
 from loader.errors import DeadlineExceededError
 from loader.snapshot.golden import GoldenRequests
 from router.id_mapping import NO_IDS
-from router.router import Router
 from serving.cards.layout import BatchClass, CardLayout, candidate_classes, rounded_candidates
 from serving.limits import RequestLimits
 from serving.models.inputs import RankingInputs, SequenceInput
 from serving.models.ranking_models import RankingModel
-from serving.observe.calls import BatchTimes, VersionCounter
-from serving.observe.metrics import ServingMetrics
+from serving.observe.calls import BatchTimes
 from serving.rank.ranking import MergedBatch, Ranking, RankingParts, Scored
 from shard_node.bags import Bags, Float32Array
 from shard_node.cuda.card_engine import CardEngine, CardStream
@@ -361,6 +358,7 @@ def scorer_on_card(
         return CardScorer(engine, lane, undo.pop_all().close, limits, use_graphs=use_graphs)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CardRanking(Ranking):
     """Ranks batches on one card. Belongs to the event loop, and thread, of its replica.
 
@@ -368,18 +366,11 @@ class CardRanking(Ranking):
     and, of tables with keys, finding these and packing too.
     """
 
-    def __init__(
-        self,
-        parts: RankingParts,
-        router: Router,
-        shards: Sequence[Shard],
-        metrics: ServingMetrics,
-        counter: VersionCounter,
-        scorer: CardScorer,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(parts, router, shards, metrics, counter, clock, scorer.lane.card.torch_device)
-        self.scorer = scorer
+    scorer: CardScorer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.device = self.scorer.lane.card.torch_device
         self._models: dict[RankingParts, CardModel] = {}
 
     def set_weights(self, parts: RankingParts) -> None:
@@ -391,10 +382,10 @@ class CardRanking(Ranking):
         """Make buffers and graphs of the classes that are in use, the latest first, for up to half of the room."""
         model, current = self._on_card(parts), self._on_card(self.parts)
         for batch_class in self.scorer.classes_of(current):
-            started_at = self._clock()
+            started_at = self.clock()
             if not self.scorer.warm(model, batch_class, 0.5):
                 return
-            await asyncio.sleep(self._clock() - started_at)
+            await asyncio.sleep(self.clock() - started_at)
 
     def stage_weights(self, parts: RankingParts) -> None:
         """As `Ranking.stage_weights`; nothing stays on the card of steps that can't answer any more."""
@@ -404,7 +395,7 @@ class CardRanking(Ranking):
 
     async def score(self, batch: MergedBatch, deadline: float, times: BatchTimes | None = None) -> Scored:
         """Score as `Ranking.score` does. Raises MemoryBudgetError too, where a batch of that size has no room."""
-        started_at = self._clock()
+        started_at = self.clock()
         mapped = self.router.mapper.map(batch.bags)
         sequence, age_ms = self.router.local_freshness(self._model_name, self.parts.version)
         chosen = self.choose(sequence, age_ms)
@@ -423,14 +414,14 @@ class CardRanking(Ranking):
 
         if self._keys is None:
             buffers.fill(batch, mapped.bags, looked_up.rows)
-        ready = self._clock()
+        ready = self.clock()
         if ready >= deadline:
             raise DeadlineExceededError("the deadline passed while the batch was packed")
         scores = buffers.score(batch) if self._keys is None else buffers.score(batch, find_and_fill)
         if self._keys is not None:
             self._keys.add(batch.bags, missing)
         if times is not None:
-            times.lookup_s, times.rank_s = ready - started_at, self._clock() - ready
+            times.lookup_s, times.rank_s = ready - started_at, self.clock() - ready
         self.metrics.count("card_batches", self._model_name, "graph" if buffers.is_graph else "launches")
         return Scored(scores[None, :], mapped.rejected, chosen.dense_step, sequence, age_ms, missing)
 

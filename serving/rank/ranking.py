@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple, Self, TypeAlias, cast
@@ -240,6 +240,7 @@ class Scored(NamedTuple):
     missing: BagIds = NO_IDS
 
 
+@dataclass(eq=False, repr=False)
 class Ranking:
     """Ranks batches with one router. Belongs to the event loop that the router's shards belong to.
 
@@ -249,31 +250,23 @@ class Ranking:
     `lacking_s` is for how long all batches had rows that are too old for any step; below 0 if the last had not.
     """
 
-    desired: FreshnessBound | None = None
-    required: FreshnessBound | None = None
+    parts: RankingParts
+    router: Router
+    shards: Sequence[Shard]
+    metrics: ServingMetrics
+    counter: VersionCounter
+    clock: Callable[[], float] = time.monotonic
+    device: torch.device = field(default=CPU, init=False)
+    desired: FreshnessBound | None = field(default=None, init=False)
+    required: FreshnessBound | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        parts: RankingParts,
-        router: Router,
-        shards: Sequence[Shard],
-        metrics: ServingMetrics,
-        counter: VersionCounter,
-        clock: Callable[[], float] = time.monotonic,
-        device: torch.device = CPU,
-    ) -> None:
-        self.router = router
-        self.device = device
-        self._shards = shards
-        self.metrics = metrics
-        self.counter = counter
-        self._clock = clock
+    def __post_init__(self) -> None:
+        features, version = self.parts.schema.features, self.parts.version
         self._counted = 0
-        self._model_name = parts.schema.features.spec.model
-        features = parts.schema.features
-        self._keys = KeyCounter(metrics, counter, features, parts.version) if features.layout.has_keys else None
-        self._output_names = tuple(parts.schema.features.spec.dense_model.outputs)
-        Ranking.set_weights(self, parts)
+        self._model_name, self._output_names = features.spec.model, tuple(features.spec.dense_model.outputs)
+        has_keys = features.layout.has_keys
+        self._keys = KeyCounter(self.metrics, self.counter, features, version) if has_keys else None
+        Ranking.set_weights(self, self.parts)
 
     def with_weights(self, parts: RankingParts) -> Self:
         """Make a ranking of the same router with another dense model; it ends with this one."""
@@ -294,7 +287,7 @@ class Ranking:
     def stage_weights(self, parts: RankingParts) -> None:
         """Score with another step of the same model's weights as soon as rows have the deltas that it needs."""
         self._steps = [parts, self.parts]
-        for shard in self._shards:
+        for shard in self.shards:
             if isinstance(shard, ReplicatedShard):
                 shard.min_sequence = self.parts.min_sequence
 
@@ -323,7 +316,7 @@ class Ranking:
             sequence = min(sequence, self.parts.min_sequence)
         chosen = next((parts for parts in self._steps if parts.min_sequence <= sequence), None)
         if chosen is None or chosen.dense_step < min(1, self._steps[0].dense_step):
-            self._lacking_since = min(self._lacking_since, now := self._clock())
+            self._lacking_since = min(self._lacking_since, now := self.clock())
             self.lacking_s = now - self._lacking_since
         else:
             self._lacking_since, self.lacking_s = math.inf, -1.0
@@ -349,12 +342,12 @@ class Ranking:
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """Return what all shards' nodes report, by address (or `local`). Raises ShardrankError."""
-        infos = await asyncio.gather(*(shard.infos() for shard in self._shards))
+        infos = await asyncio.gather(*(shard.infos() for shard in self.shards))
         return [node for shard_nodes in infos for node in shard_nodes]
 
     async def connect(self, deadline: float) -> None:
         """Connect to every node of every shard. Raises UnavailableError if a shard has none that can be used."""
-        remote = [shard for shard in self._shards if isinstance(shard, ReplicatedShard)]
+        remote = [shard for shard in self.shards if isinstance(shard, ReplicatedShard)]
         await asyncio.gather(*(one.connect(deadline) for one in remote))
 
     async def rank(self, waiting: Sequence[Call]) -> list[RankResult | Exception]:
@@ -362,10 +355,10 @@ class Ranking:
 
         Raises ShardrankError if the rows can't be looked up; then no request has an answer.
         """
-        started_at = self._clock()
+        started_at = self.clock()
         requests = cast(list[RankRequest], list(map(_REQUEST, waiting)))
         batch = merge(requests)
-        merge_s = self._clock() - started_at
+        merge_s = self.clock() - started_at
         times = BatchTimes(len(requests), int(batch.candidate_starts[-1]), merge_s, started_at=started_at)
         if traces := list(filter(None, map(_TRACE, waiting))):
             times.trace = traced_batch(traces)
@@ -374,7 +367,7 @@ class Ranking:
         except BaseException as error:
             self._end_trace(times, "rank", error)
             raise
-        scored_at = self._clock()
+        scored_at = self.clock()
         pinned = list(map(_IS_PINNED, waiting))
         is_counted = ~np.array(pinned) if True in pinned else None
         outcomes = self._outcomes(requests, batch, scored, is_counted)
@@ -463,13 +456,13 @@ class Ranking:
         Scores of candidates with an id without a row mean nothing. Raises DeadlineExceededError before scoring,
         ShardrankError if the lookup failed.
         """
-        started_at = self._clock()
+        started_at = self.clock()
         parts = self.parts
         forms = self._forms(parts.forms, batch.bound)
         lookup = self.router.lookup(self._model_name, parts.version, batch.bags, deadline, forms)
         trace = None if times is None else times.trace
         embeddings = await (lookup if trace is None else traced_lookup(trace, lookup))
-        routed_at = self._clock()
+        routed_at = self.clock()
         if self._keys is not None:
             self._keys.add(batch.bags, embeddings.missing)
         if times is not None:
@@ -482,14 +475,14 @@ class Ranking:
             parts = self.choose(embeddings.sequence, embeddings.age_ms)
         scores = self.score_rows(batch, embeddings, parts)
         if times is not None:
-            times.rank_s = self._clock() - routed_at
+            times.rank_s = self.clock() - routed_at
         freshness = embeddings.sequence, embeddings.age_ms
         return Scored(scores, embeddings.rejected, parts.dense_step, *freshness, embeddings.missing)
 
     async def lookup(self, waiting: Call) -> LookupResult:
         """Look embeddings up, and pass the times to the request. Raises InvalidRequestError for an id without a row."""
         version, request = self.parts.version, cast(LookupRequest, waiting.request)
-        times = BatchTimes(started_at=self._clock())
+        times = BatchTimes(started_at=self.clock())
         if waiting.trace is not None:
             times.trace = traced_batch([waiting.trace])
         forms = self._forms(EXACT, request.bound)
@@ -499,7 +492,7 @@ class Ranking:
         except BaseException as error:
             self._end_trace(times, "lookup", error)
             raise
-        routed_at, freshness, missing = self._clock(), (pooled.sequence, pooled.age_ms), pooled.missing
+        routed_at, freshness, missing = self.clock(), (pooled.sequence, pooled.age_ms), pooled.missing
         if self._keys is not None:
             self._keys.add(request.bags, missing)
         if len(pooled.rejected):
@@ -550,7 +543,7 @@ class Ranking:
             self.metrics.count("int8_inputs_beyond", self._model_name, parts.version, by=beyond)
 
     def _end_batch(self, times: BatchTimes, scored_at: float, waiting: Sequence[Call], method: str) -> None:
-        times.ended_at = self._clock()
+        times.ended_at = self.clock()
         times.answer_s = times.ended_at - scored_at
         for call in waiting:
             call.batch = times
@@ -560,7 +553,7 @@ class Ranking:
 
     def _end_trace(self, times: BatchTimes, method: str, error: BaseException | None = None) -> None:
         if times.trace is not None:
-            times.ended_at = times.ended_at or self._clock()
+            times.ended_at = times.ended_at or self.clock()
             batch_spans(times.trace, times, self._model_name, self.parts.version, method, error)
 
 

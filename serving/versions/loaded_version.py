@@ -160,7 +160,7 @@ class LoadedVersion:
                 scorer.close()
                 problem = "an exported program is run on the CPU, but its rows are on cards"
                 raise RankingModelError(f"model {spec.model!r}: {problem}")
-            return CardRanking(parts, router, connected, metrics, counter, scorer, clock)
+            return CardRanking(parts, router, connected, metrics, counter, clock, scorer=scorer)
 
         # What ranks on the loop of the APIs is checked on a thread, so that the loop goes on meanwhile.
         checked_with = batcher if options.num_replicas else Batcher(limits, clock)

@@ -58,7 +58,7 @@ MAX_AGE_MS = 1000
 def local_deltas(service: RankingService) -> DeltaPosition:
     """How far the rows are that a service has in its own process."""
     (ranking,) = service.generations.payload(MODEL, 1).rankings
-    return ranking._shards[0].node.generations.payload(MODEL, 1).deltas
+    return ranking.shards[0].node.generations.payload(MODEL, 1).deltas
 
 
 @pytest.fixture
