@@ -158,6 +158,7 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+@dataclass(eq=False, repr=False)
 class Supervisor:
     """The children of one fleet.
 
@@ -168,22 +169,14 @@ class Supervisor:
     if one is named.
     """
 
-    def __init__(
-        self,
-        run_directory: Path,
-        config: SupervisionConfig,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        fork_server: str | None = None,
-        log_directory: Path | None = None,
-    ) -> None:
-        self.run_directory, self.log_directory = run_directory, log_directory or run_directory
-        self._fork_server = fork_server
-        self._config = config
-        self._clock = clock
-        self._sleep = sleep
-        self._groups: list[list[Child]] = []
-        self._watchers: list[asyncio.Task[None]] = []
+    run_directory: Path
+    config: SupervisionConfig
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    fork_server: str | None = None
+    log_directory: Path | None = None
+    _groups: list[list[Child]] = field(default_factory=list, init=False)
+    _watchers: list[asyncio.Task[None]] = field(default_factory=list, init=False)
 
     @property
     def children(self) -> dict[str, Child]:
@@ -199,7 +192,8 @@ class Supervisor:
         """
         if taken := self.children.keys() & {spec.name for spec in specs}:
             raise FleetError(f"a child named {min(taken)!r} is here already")
-        group = [Child(spec, self.log_directory / f"{spec.name}.log", self._fork_server) for spec in specs]
+        folder = self.log_directory or self.run_directory
+        group = [Child(spec, folder / f"{spec.name}.log", self.fork_server) for spec in specs]
         self._groups.append(group)
 
         async def start_one(child: Child) -> None:
@@ -217,7 +211,7 @@ class Supervisor:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         for group in reversed(self._groups):
-            await asyncio.gather(*(child.stop(self._config.stop_grace_s) for child in group))
+            await asyncio.gather(*(child.stop(self.config.stop_grace_s) for child in group))
 
     async def _until_ready(self, child: Child) -> None:
         """Wait until a child that was just spawned serves.
@@ -225,12 +219,12 @@ class Supervisor:
         One that was restarted and refuses is asked for as long as it does: it may serve other models, and can still be
         put right. Each reason is logged once. Raises FleetError if it ends or is not ready in time.
         """
-        config, told = self._config, set[str]()
-        deadline = self._clock() + config.ready_timeout_s
+        config, told = self.config, set[str]()
+        deadline = self.clock() + config.ready_timeout_s
         ended = asyncio.create_task(child.wait())
         reason = "it was not checked yet"
         try:
-            while self._clock() < deadline:
+            while self.clock() < deadline:
                 try:
                     async with asyncio.timeout(config.probe_timeout_s):
                         await child.spec.probe(child.pid or 0)
@@ -246,7 +240,7 @@ class Supervisor:
                     if reason not in told:
                         told.add(reason)
                         logger.error("restart %d of %s failed: %s", child.restarts, child.spec.name, reason)
-                    deadline = self._clock() + config.ready_timeout_s
+                    deadline = self.clock() + config.ready_timeout_s
                 except TimeoutError:
                     reason = f"no answer within {config.probe_timeout_s:g} s"
                 else:
@@ -261,18 +255,18 @@ class Supervisor:
             ended.cancel()
 
     async def _watch(self, child: Child) -> None:
-        backoff_s = self._config.first_backoff_s
+        backoff_s = self.config.first_backoff_s
         while True:
-            started = self._clock()
+            started = self.clock()
             code = await child.wait()
             if child.spec.on_exit is not None:
                 child.spec.on_exit(child.last_pid)
             child.state = "waiting"
-            if self._clock() - started >= self._config.healthy_after_s:
-                backoff_s = self._config.first_backoff_s
+            if self.clock() - started >= self.config.healthy_after_s:
+                backoff_s = self.config.first_backoff_s
             logger.warning("%s: %s; restart in %.1f s", child.spec.name, describe_exit(code), backoff_s)
-            await self._sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, self._config.max_backoff_s)
+            await self.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, self.config.max_backoff_s)
             child.restarts += 1
             child.state = "starting"
             try:

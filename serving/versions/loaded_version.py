@@ -93,6 +93,7 @@ class LoadOptions(Frozen):
     trust_exported: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class LoadedVersion:
     """A version with its schema, its queue and its ranking replicas. Made by `load`.
 
@@ -101,23 +102,20 @@ class LoadedVersion:
     `dense_record` its record; `dense_fallback` says why the snapshot's answer in place of a step, "" if they do not.
     """
 
-    def __init__(
-        self,
-        schema: RequestSchema,
-        description: ModelInfo,
-        batcher: Batcher,
-        replicas: list[Replica | LoopReplica],
-        on_close: Callable[[], None],
-        counter: VersionCounter,
-        checked: CheckedVersion,
-        access: Callable[[], Sequence[LookupSampler]],
-    ) -> None:
-        self.model, self.version = description.model, description.version
-        self.schema, self.description = schema, description
-        self.counter, self.checked, self.access = counter, checked, access
-        self.batcher, self._replicas, self._on_close = batcher, replicas, on_close
-        self.dense_step, self.dense_fallback = 0, ""
-        self.dense_record: DenseStep | None = None
+    schema: RequestSchema
+    description: ModelInfo
+    batcher: Batcher
+    replicas: list[Replica | LoopReplica]
+    on_close: Callable[[], None]
+    counter: VersionCounter
+    checked: CheckedVersion
+    access: Callable[[], Sequence[LookupSampler]]
+    dense_step: int = 0
+    dense_fallback: str = ""
+    dense_record: DenseStep | None = None
+
+    def __post_init__(self) -> None:
+        self.model, self.version = self.description.model, self.description.version
 
     @classmethod
     def load(
@@ -194,7 +192,7 @@ class LoadedVersion:
     @property
     def rankings(self) -> list[Ranking]:
         """List those of its replicas."""
-        return [replica.ranking for replica in self._replicas]
+        return [replica.ranking for replica in self.replicas]
 
     async def nodes(self) -> list[tuple[str, NodeInfo]]:
         """Return what the nodes of all shards report, by address.
@@ -202,11 +200,11 @@ class LoadedVersion:
         Raises UnavailableError if a replica has ended, a shard does not answer in time, or no node of a shard has this
         version any more: the fleet went on without this process, which lost sight of the registry.
         """
-        if dead := [replica for replica in self._replicas if not replica.is_alive]:
-            raise not_ready(f"{len(dead)} of {len(self._replicas)} ranking replicas of {self.model!r} have ended")
+        if dead := [replica for replica in self.replicas if not replica.is_alive]:
+            raise not_ready(f"{len(dead)} of {len(self.replicas)} ranking replicas of {self.model!r} have ended")
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                nodes = await asyncio.wrap_future(self._replicas[0].call(Ranking.nodes))
+                nodes = await asyncio.wrap_future(self.replicas[0].call(Ranking.nodes))
         except TimeoutError:
             raise not_ready(f"the shards of {self.model!r} did not answer within {INFO_TIMEOUT_S} s") from None
         have = {info.identity.shard_index for _, info in nodes if info.has(self.model, self.version)}
@@ -217,7 +215,7 @@ class LoadedVersion:
 
     async def on_each(self, work: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> list[Result]:
         """Run a coroutine on each replica, between batches. Raises UnavailableError if one has ended."""
-        return await asyncio.gather(*(asyncio.wrap_future(replica.call(work)) for replica in self._replicas))
+        return await asyncio.gather(*(asyncio.wrap_future(replica.call(work)) for replica in self.replicas))
 
     async def accepts_dense(self, sequence: float = math.inf) -> bool:
         """Return whether a step that needs the delta `sequence` may replace the one before. Raises ShardrankError."""
@@ -232,7 +230,7 @@ class LoadedVersion:
         another model, or if a golden score drifts further than `max_drift`, or is not finite; another
         ShardrankError if it can't be checked now.
         """
-        replicas = cast("list[Replica]", self._replicas)
+        replicas = cast("list[Replica]", self.replicas)
         current = replicas[0].ranking.parts
         model = load_model(snapshot.spec, tensors, current.dtype, current.models.original.int8)
         parts = replace(current, models=DeviceCopies(model), dense_step=record.step, min_sequence=record.sequence)
@@ -252,7 +250,7 @@ class LoadedVersion:
 
     def use_snapshot_weights(self, snapshot: Snapshot) -> None:
         """Answer with the snapshot's weights, which its load has checked, and forget all dense steps. Blocks."""
-        replicas = cast("list[Replica]", self._replicas)
+        replicas = cast("list[Replica]", self.replicas)
         current = replicas[0].ranking.parts
         int8 = current.models.original.int8
         models = DeviceCopies(load_model(snapshot.spec, snapshot.dense_tensors(), current.dtype, int8))
@@ -267,8 +265,8 @@ class LoadedVersion:
 
     def close(self) -> None:
         """End the replicas and free what they hold. Not from a replica's own thread; no lease may be out."""
-        _stop(self.batcher, self._replicas)
-        self._on_close()
+        _stop(self.batcher, self.replicas)
+        self.on_close()
 
 
 def _started(name: str, count: int, batcher: Batcher, ranking: Callable[[int], Ranking], clock: Clock) -> list[Replica]:

@@ -118,9 +118,9 @@ def test_a_version_is_warm_as_far_as_its_dense_model_has_room(shop, monkeypatch,
             ranking.warm(None)
 
         monkeypatch.setattr(model, "forward", forward_with_room)
-        ask(served._replicas[0], warm)
+        ask(served.replicas[0], warm)
         assert [one.num_candidates for one in ranking.scorer.classes] == [32, 64, 96]
         assert "no room is reserved for batches of 128 candidates and more: card 0 has no room" in caplog.text
         room = 0
         with pytest.raises(MemoryBudgetError, match="dense model's work on 32 candidates"):
-            ask(served._replicas[0], warm)
+            ask(served.replicas[0], warm)
