@@ -241,11 +241,6 @@ async def check_model(fleet: FleetRegistry, model: str) -> None:
         raise ConfigError(f"registry {fleet.name} has no model {model!r}; {problem}")
 
 
-def to_bytes(gigabytes: float | None) -> int | None:
-    """Return 10^9 bytes for each gigabyte."""
-    return None if gigabytes is None else int(gigabytes * 1e9)
-
-
 def open_card_set(config: ServeConfig | ShardNodeConfig) -> CardSet | None:
     """Open the cards that the settings choose, as far as one version may take them; None for the CPU.
 
@@ -379,6 +374,6 @@ def node_config(config: ServeConfig | ShardNodeConfig, node_id: str, address: st
     """Return what a process that has rows needs to know of itself."""
     from shard_node.agent.node_agent import NodeConfig
 
-    cap_bytes, budget_bytes = to_bytes(config.max_memory_gb), to_bytes(config.memory_budget_gb)
-    memory = {"memory_cap_bytes": cap_bytes, "memory_budget_bytes": budget_bytes}
+    gigabytes = {"memory_cap_bytes": config.max_memory_gb, "memory_budget_bytes": config.memory_budget_gb}
+    memory = {name: int(number * 1e9) for name, number in gigabytes.items() if number is not None}
     return config_of(NodeConfig, config, node_id=node_id, address=address, **memory | more)
