@@ -7,7 +7,6 @@ complete once a file of the same name and `.end` lies beside it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -63,8 +62,8 @@ def labels_of(ratings: Ratings) -> Float32Array:
 class RatingStream:
     """The file of a stream. One process appends, any number read."""
 
-    def __init__(self, path: Path, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        self._path, self._end, self._sleep = path, path.with_name(f"{path.name}.end"), sleep
+    def __init__(self, path: Path) -> None:
+        self._path, self._end = path, path.with_name(f"{path.name}.end")
 
     def append(self, ratings: Ratings) -> None:
         """Append ratings, which readers see from then on; a record that somebody did not end goes."""
@@ -91,7 +90,7 @@ class RatingStream:
             # What was appended before the end was marked is seen after the mark.
             if self.is_complete and len(self) < begin + count:
                 return None
-            await self._sleep(POLL_S)
+            await asyncio.sleep(POLL_S)
         return self.read_now(begin, count)
 
     def read_now(self, begin: int, count: int) -> Ratings:
