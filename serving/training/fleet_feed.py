@@ -34,14 +34,13 @@ from loader.stores import open_store
 from serving.training.dataset import TrainingError
 from serving.training.online import (
     FIRST_KEY,
-    VERSION,
     OnlineReport,
     OnlineTraining,
     prepare,
     running_training,
     training_id,
 )
-from serving.training.online_model import DENSE, FIELDS, FILMS, USERS, DenseWeights, OnlineConfig, ratings_spec
+from serving.training.online_model import DENSE, FIELDS, FILMS, USERS, VERSION, DenseWeights, OnlineConfig, ratings_spec
 from serving.training.online_worker import dense_file
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream

@@ -33,7 +33,7 @@ from serving.fleet.config import SupervisionConfig
 from serving.fleet.supervisor import ChildSpec, NotYetError, Supervisor, configured_command, supervised
 from serving.models.ranking_models import build_model
 from serving.training.dataset import TrainingError
-from serving.training.online_model import DENSE, FEATURES, DenseWeights, OnlineConfig
+from serving.training.online_model import DENSE, FEATURES, VERSION, DenseWeights, OnlineConfig
 from serving.training.online_worker import GENERATION, GROUP_TIMEOUT_S, WorkerConfig, WorkerStatus, status_file
 from serving.training.rating_stream import RatingStream, labels_of
 from serving.training.trainer import auc
@@ -42,8 +42,7 @@ from shard_node.wire.address import Address
 
 POLL_S: Final = 0.1
 MAX_RESTARTS: Final = 50
-_NOT_KEPT: Final = {"folder", "worker_timeout_s", "write_dense_s", "delays_s", "log_dir", "over_tcp"}
-VERSION: Final = 1
+_NOT_KEPT: Final = {"folder", "worker_timeout_s", "write_dense_s", "delays_s", "over_tcp"}
 FIRST_KEY: Final = 0
 """A version has to have a key; this one's rows are those that any key begins with."""
 
@@ -185,8 +184,7 @@ async def running_training(
         )
         group.set(GENERATION, "0")
         # Workers in an all-reduce answer no signal.
-        supervision = SupervisionConfig(stop_grace_s=5.0)
-        supervisor = await stack.enter_async_context(supervised(supervision, config.log_dir))
+        supervisor = await stack.enter_async_context(supervised(SupervisionConfig(stop_grace_s=5.0)))
         folder = supervisor.run_directory
         addresses = tuple(
             f"127.0.0.1:{free_port()}" if config.over_tcp else f"unix:{folder / f'server-{shard}.sock'}"
@@ -198,9 +196,14 @@ async def running_training(
             command = configured_command("shard-node", node, folder / f"server-{shard}.toml")
             specs.append(ChildSpec(f"server-{shard}", command, partial(_ask_server, address)))
         await supervisor.start(specs, on_ready)
-        await supervisor.start(
-            [_worker_spec(config, folder, addresses, group.port, k) for k in range(config.workers)], on_ready
-        )
+        specs = []
+        for worker in range(config.workers):
+            file = folder / f"worker-{worker}.json"
+            settings = WorkerConfig(training=config, worker=worker, servers=addresses, group_port=group.port)
+            file.write_text(settings.model_dump_json(), encoding="utf-8")
+            command = (sys.executable, "-m", "serving.training.online_worker", str(file))
+            specs.append(ChildSpec(f"worker-{worker}", command, partial(_ask_worker, config.folder, worker)))
+        await supervisor.start(specs, on_ready)
         yield OnlineTraining(config, supervisor, addresses, RatingStream(config.folder / "stream"))
 
 
@@ -220,14 +223,6 @@ def _server_config(config: OnlineConfig, shard: int, address: str, more: dict[st
         worker_timeout_s=config.worker_timeout_s,
         **more,
     )
-
-
-def _worker_spec(config: OnlineConfig, folder: Path, addresses: tuple[str, ...], port: int, worker: int) -> ChildSpec:
-    file = folder / f"worker-{worker}.json"
-    settings = WorkerConfig(training=config, worker=worker, version=VERSION, servers=addresses, group_port=port)
-    file.write_text(settings.model_dump_json(), encoding="utf-8")
-    command = (sys.executable, "-m", "serving.training.online_worker", str(file))
-    return ChildSpec(f"worker-{worker}", command, partial(_ask_worker, config.folder, worker))
 
 
 async def _ask_server(address: str, process_id: int) -> None:

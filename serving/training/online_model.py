@@ -30,6 +30,8 @@ FIELDS: Final = {USERS: "user", FILMS: "film"}
 """Of a rating, by table."""
 DENSE: Final = "dense"
 """The table of servers that have the dense weights, too."""
+VERSION: Final = 1
+"""Of the model, that servers begin with."""
 DENSE_DIM: Final = 64
 DENSE_SCALE: Final = np.float32(1 / 32)
 """Weights are so much of what is in their rows: steps of one learning rate are that much smaller for them."""
@@ -131,7 +133,7 @@ class DenseWeights:
 
 
 class OnlineConfig(Frozen):
-    """What is trained, and how. All of it belongs to the folder, but for `worker_timeout_s` and the last four.
+    """What is trained, and how. All of it belongs to the folder, but for `worker_timeout_s` and the last three.
 
     Attributes:
         batch: ratings that a worker reads for a step.
@@ -158,7 +160,6 @@ class OnlineConfig(Frozen):
     worker_timeout_s: float = Field(default=30.0, gt=0)
     write_dense_s: float = Field(default=10.0, gt=0)
     delays_s: tuple[float, ...] = ()
-    log_dir: Path | None = None
     over_tcp: bool = False
 
     @model_validator(mode="after")

@@ -38,7 +38,7 @@ from loader.snapshot.tables import Frozen
 from serving.fleet.process import die_with_parent, run_until_signalled
 from serving.observe.logs import ERROR_PREFIX, announce, start_logging
 from serving.training.dataset import TrainingError
-from serving.training.online_model import DENSE, FIELDS, DenseWeights, OnlineConfig
+from serving.training.online_model import DENSE, FIELDS, VERSION, DenseWeights, OnlineConfig
 from serving.training.parameter_servers import ParameterServers
 from serving.training.rating_stream import Ratings, RatingStream, labels_of
 from shard_node.bags import Float32Array, Int64Array, TableLayout
@@ -55,14 +55,10 @@ MAX_SCORES: Final = 1 << 22
 
 
 class WorkerConfig(Frozen):
-    """What one worker runs by: what is trained, its number, servers by number of the shard, and the group's port.
-
-    `version` is the one that servers began with.
-    """
+    """What one worker runs by: what is trained, its number, servers by number of the shard, and the group's port."""
 
     training: OnlineConfig
     worker: int
-    version: int
     servers: tuple[str, ...]
     group_port: int
 
@@ -195,7 +191,7 @@ class OnlineWorker:
         self._dense = DenseWeights(training.spec, training.seed, training.row_optimizer)
         spec = training.trained_spec
         self._table, self._dense_ids = TableLayout.of(spec).index, np.arange(self._dense.rows.shape[0])
-        self._servers = ParameterServers(config.servers, spec, config.version, config.worker, training.init_scale)
+        self._servers = ParameterServers(config.servers, spec, VERSION, config.worker, training.init_scale)
         self._group: WorkerGroup | None = None
         self._steps = self._reduced_bytes = 0
         self._step_done, self._step_written = 0, -1
