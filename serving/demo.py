@@ -94,10 +94,11 @@ class Answers:
     requests: int = 0
     errors: list[str] = field(default_factory=list)
 
-    def percentiles(self, api: str) -> dict[str, float | None]:
-        """Return p50 and p99 of the latencies, by their names in `DemoReport`; None if nothing was answered."""
-        values = np.percentile(self.latencies_ms, (50, 99)).tolist() if self.latencies_ms else (None, None)
-        return dict(zip((f"{api}_p50_ms", f"{api}_p99_ms"), values, strict=True))
+
+def percentiles(values: list[float], p50: str, p99: str) -> dict[str, float | None]:
+    """Return the 50th and 99th percentile by their names in a report; None without any value."""
+    both = np.percentile(values, (50, 99)).tolist() if values else (None, None)
+    return dict(zip((p50, p99), both, strict=True))
 
 
 def rank_arguments(request: GoldenRequests, spec: ModelSpec) -> dict[str, Any]:
@@ -275,8 +276,8 @@ def _report(
         snapshot_bytes=snapshot.size_bytes,
         version=int(version.folder.name),
         seed=int(snapshot.manifest.metadata["seed"]),
-        **http.percentiles("http"),
-        **grpc.percentiles("grpc"),
+        **percentiles(http.latencies_ms, "http_p50_ms", "http_p99_ms"),
+        **percentiles(grpc.latencies_ms, "grpc_p50_ms", "grpc_p99_ms"),
         **fleet.model_dump(include={"shards", "cards", "sharding"}),
     )
 

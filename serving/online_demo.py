@@ -23,7 +23,7 @@ from loader.snapshot.tables import Frozen
 from serving.cli.output import print_document, progress_bars, stdout_console
 from serving.cli.settings import Options
 from serving.client import AsyncClient, Ragged, RetryPolicy
-from serving.demo import TIMEOUT_MS, until_stopped, url_of
+from serving.demo import TIMEOUT_MS, percentiles, until_stopped, url_of
 from serving.fleet.config import FleetConfig
 from serving.fleet.local_fleet import running_fleet
 from serving.fleet.process import run_until_signalled
@@ -245,19 +245,15 @@ async def _run(
 
 def report_of(live: LiveScores, steps: int, restarts: Mapping[str, int], ratings: int) -> OnlineDemoReport:
     """Put together what was measured."""
-    seconds = np.percentile(live.seconds_to_score, (50, 99)).tolist() if live.seconds_to_score else (None, None)
-    p50, p99 = np.percentile(live.latencies_ms, (50, 99)).tolist()
     return OnlineDemoReport(
         ratings=ratings,
         scored=live.scored,
         auc={model: live.auc(model) for model in live.models},
         errors=len(live.errors),
         error_examples=tuple(live.errors[:5]),
-        request_p50_ms=p50,
-        request_p99_ms=p99,
-        seconds_to_score_p50=seconds[0],
-        seconds_to_score_p99=seconds[1],
         unseen_users=live.unseen,
         worker_steps=steps,
         restarts=dict(restarts),
+        **percentiles(live.latencies_ms, "request_p50_ms", "request_p99_ms"),
+        **percentiles(live.seconds_to_score, "seconds_to_score_p50", "seconds_to_score_p99"),
     )
