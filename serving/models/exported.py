@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +93,6 @@ class ExportedRanking(RankingModel):
             rows[number] = _ACTIVATIONS[described.activation](output.reshape(count).float())
             rows[0].add_(rows[number], alpha=described.weight)
         return rows
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RankingModelError("an exported program is run on the CPU; keep its rows in RAM or on shard nodes")
 
 
 def load_exported(spec: ModelSpec, path: Path, *, trusted: bool) -> ExportedRanking:
