@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
@@ -219,11 +218,6 @@ class RankingParts:
     def dtype(self) -> NumberFormat:
         """Return the number format that the dense model is computed in."""
         return self.models.original.number_format
-
-    @cached_property
-    def projections(self) -> dict[str, torch.Tensor]:
-        """Return the dense model's projections by part, on the CPU."""
-        return self.models.original.projections_by_part
 
 
 class Scored(NamedTuple):
@@ -499,7 +493,7 @@ class Ranking:
             raise unknown_id(self.parts.schema, request, pooled.rejected, 0, int(pooled.rejected.bag[0]))
         if (refusal := self._refusal(request, *freshness)) is not None:
             raise refusal
-        features, projections = self.parts.schema.features, self.parts.projections
+        features, projections = self.parts.schema.features, self.parts.models.original.projections_by_part
         of_parts = {name: matrix.numpy() for name, matrix in projections.items()}
         by_feature = dict[str, Float32Array | Ragged]()
         for key in request.bags.keys.tolist():
@@ -523,7 +517,7 @@ class Ranking:
                 batch.context_dense,
                 batch.candidate_dense,
                 self._columns,
-                parts.projections,
+                parts.models.original.projections_by_part,
             )
             if self.device is CPU:
                 scored = parts.models.original.scores(inputs)
