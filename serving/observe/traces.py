@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from loader.errors import ShardrankError
@@ -62,6 +63,7 @@ def read_parent(parent: Parent) -> tuple[tracing.SpanContext, bool] | None:
     return tracing.SpanContext(int(match[2], 16), int(match[3], 16), state.decode("ascii")), True
 
 
+@dataclass(eq=False, repr=False)
 class Tracer:
     """Decides which calls are traced: those of sampled parents, and of those without a parent a share. Thread-safe.
 
@@ -69,36 +71,33 @@ class Tracer:
     MAX_PARENTS_PER_S (t + 1) in any t seconds; `note` is told of each one over that.
     """
 
-    def __init__(
-        self,
-        sink: tracing.SpanSink,
-        share: float,
-        draw: Callable[[], float] = random.random,
-        clock: Callable[[], float] = time.monotonic,
-        note: Callable[[tracing.Outcome, int], None] = lambda outcome, count: None,
-    ) -> None:
-        self._sink, self._share = sink, share
-        self._draw, self._clock, self._note = draw, clock, note
+    sink: tracing.SpanSink
+    share: float
+    draw: Callable[[], float] = random.random
+    clock: Callable[[], float] = time.monotonic
+    note: Callable[[tracing.Outcome, int], None] = lambda outcome, count: None
+
+    def __post_init__(self) -> None:
         # A token bucket, full at first.
-        self._tokens, self._filled_at, self._lock = MAX_PARENTS_PER_S, clock(), threading.Lock()
+        self._tokens, self._filled_at, self._lock = MAX_PARENTS_PER_S, self.clock(), threading.Lock()
 
     def begin(self, parent: Parent | None) -> Traced | None:
         """Return the span of a call; None if it is not sampled."""
         if parent is None or (read := read_parent(parent)) is None:
-            return Traced(self._sink, tracing.SpanContext.new()) if self._draw() < self._share else None
+            return Traced(self.sink, tracing.SpanContext.new()) if self.draw() < self.share else None
         context, is_sampled = read
         if not is_sampled:
             return None
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             earned = MAX_PARENTS_PER_S * max(0.0, now - self._filled_at)
             self._tokens, self._filled_at = min(MAX_PARENTS_PER_S, self._tokens + earned), now
             is_refused = self._tokens < 1.0
             self._tokens -= not is_refused
         if is_refused:
-            self._note("refused", 1)
+            self.note("refused", 1)
             return None
-        return Traced(self._sink, context.child(), context)
+        return Traced(self.sink, context.child(), context)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -83,19 +83,16 @@ class _Report(NamedTuple):
     degraded: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class Readiness:
     """Keeps what shards of live models last said. Arguments: see `RankingService`."""
 
-    def __init__(
-        self,
-        versions: VersionChoice,
-        max_staleness_s: Mapping[str, float] | None = None,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.versions = versions
-        self.wall_clock = wall_clock
-        self.registry_problem: Callable[[], str] = str
-        self._max_staleness_s = dict(max_staleness_s or {})
+    versions: VersionChoice
+    max_staleness_s: Mapping[str, float]
+    wall_clock: Callable[[], float]
+    registry_problem: Callable[[], str] = str
+
+    def __post_init__(self) -> None:
         # By model, once its shards were asked. Replaced by another dict: metrics read it on another thread.
         self._reports: dict[str, _Report] = {}
         self._shutting_down = False
@@ -139,7 +136,7 @@ class Readiness:
             if forked := sum(each.forked for each in served):
                 reasons[model].append(f"row updates of version {key[1]} have forked on {forked} of {len(served)} nodes")
             ages = [age for each in served if (age := staleness_s(each, now)) is not None]
-            if (limit_s := self._max_staleness_s.get(model)) is None:
+            if (limit_s := self.max_staleness_s.get(model)) is None:
                 continue
             if len(ages) < len(served):
                 lacking = f"{len(served) - len(ages)} of {len(served)} nodes with version {key[1]}"

@@ -73,7 +73,7 @@ class RankingService(VersionChoice):
         self.limits = limits or RequestLimits()
         self.clock = clock
         self.wall_clock = wall_clock
-        self.watch = Readiness(self, max_staleness_s, wall_clock)
+        self.watch = Readiness(self, max_staleness_s or {}, wall_clock)
         self.metrics = ServingMetrics(StateCollector(self.watch.samples))
         self.tracer: Tracer | None = None
         self.access_log: AccessLog | None = None
