@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
@@ -106,6 +107,7 @@ class BatchTimeEstimate:
         return seconds / self.at_once
 
 
+@dataclass(eq=False, repr=False)
 class Batcher:
     """A bounded queue of one version's requests, with batching. Thread-safe.
 
@@ -115,16 +117,12 @@ class Batcher:
         rank_on_loop: ranks a batch on this event loop, which is that of the APIs; None if replicas have threads.
     """
 
-    def __init__(
-        self,
-        limits: RequestLimits,
-        clock: Callable[[], float] = time.monotonic,
-        is_none: npt.NDArray[np.bool_] | None = None,
-    ) -> None:
-        self.rank_on_loop: tuple[asyncio.AbstractEventLoop, RankBatch] | None = None
-        self._limits = limits
-        self._is_none = is_none
-        self._clock = clock
+    limits: RequestLimits
+    clock: Callable[[], float] = time.monotonic
+    is_none: npt.NDArray[np.bool_] | None = None
+    rank_on_loop: tuple[asyncio.AbstractEventLoop, RankBatch] | None = None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: deque[Call] = deque()
         self._fraction = 0.0
@@ -153,7 +151,7 @@ class Batcher:
         with self._lock:
             if self._estimate.in_flight or self._closed_because or loop is not call.loop:
                 return None
-            self._estimate.begin(id(call), call.fraction, self._clock())
+            self._estimate.begin(id(call), call.fraction, self.clock())
         try:
             (outcome,) = await rank([call])
         except ShardrankError:
@@ -213,7 +211,7 @@ class Batcher:
                 fraction = self._fraction / len(self._queue)
                 before = self._fraction + ahead * fraction
                 full_s = self._estimate.full_s
-                due_s = self._estimate.wait_s(before, self._clock()) + full_s * min(1.0, before + fraction)
+                due_s = self._estimate.wait_s(before, self.clock()) + full_s * min(1.0, before + fraction)
                 if due_s * PRUDENCE > has_s:
                     queued = f"{len(self._queue) + ahead} requests queued; expected latency {1000 * due_s:.0f} ms"
                     limit = f"the limit is 1/{PRUDENCE} of the {1000 * has_s:.0f} ms left until the deadline"
@@ -246,7 +244,7 @@ class Batcher:
     def ended(self, batch: list[Call] | Call) -> None:
         """Count out a batch that was answered."""
         with self._lock:
-            self._estimate.end(id(batch), self._clock(), bool(self._queue))
+            self._estimate.end(id(batch), self.clock(), bool(self._queue))
 
     def close(self, reason: str = "it is being unloaded") -> None:
         """Refuse all requests with a reason, and let the replicas end."""
@@ -259,9 +257,9 @@ class Batcher:
             _wake(wake)
 
     def _measure(self, call: Call) -> None:
-        if self._is_none is not None and isinstance(call.request, RankRequest):
-            call.longest_sequence = int(call.request.bags.values_per_key()[self._is_none].max(initial=0))
-        call.fraction = fraction_of_batch(call.request, call.longest_sequence, self._limits)
+        if self.is_none is not None and isinstance(call.request, RankRequest):
+            call.longest_sequence = int(call.request.bags.values_per_key()[self.is_none].max(initial=0))
+        call.fraction = fraction_of_batch(call.request, call.longest_sequence, self.limits)
 
     def _refusal(self) -> UnavailableError:
         return UnavailableError(
@@ -270,11 +268,11 @@ class Batcher:
 
     def _full(self, expired: list[Call], ahead: int = 0) -> OverloadedError | None:
         """Return the error of a full queue, from which requests that no client waits for were dropped before."""
-        limit = self._limits.max_queue
+        limit = self.limits.max_queue
         if len(self._queue) + ahead < limit:
             return None
-        if self._clock() - self._cleared_at >= CLEAR_AGAIN_S:
-            now, waiting = self._clock(), self._queue
+        if self.clock() - self._cleared_at >= CLEAR_AGAIN_S:
+            now, waiting = self.clock(), self._queue
             self._cleared_at, self._queue = now, deque()
             for call in waiting:
                 # Read `is_abandoned` once per request: another thread may set it, and it must land in one of the two.
@@ -290,15 +288,15 @@ class Batcher:
 
     def _forget_times(self) -> None:
         """Forget the times that requests were given long ago, but for those that wait."""
-        now = self._clock()
+        now = self.clock()
         if now - self._since >= REMEMBERED_S:
             self._longest_before_s = self._longest_s if now - self._since < 2 * REMEMBERED_S else 0.0
             self._since = now
             self._longest_s = max((call.deadline - call.started_at for call in self._queue), default=0.0)
 
     def _pop_batch(self, expired: list[Call], hopeless: list[Call]) -> list[Call]:
-        queue, now, full_s = self._queue, self._clock(), self._estimate.full_s
-        limits, batch = self._limits, list[Call]()
+        queue, now, full_s = self._queue, self.clock(), self._estimate.full_s
+        limits, batch = self.limits, list[Call]()
         num_candidates = num_ids = longest_sequence = 0
         fraction, earliest = 0.0, inf
         while queue and len(batch) < limits.max_batch_requests:
