@@ -31,15 +31,8 @@ from loader.snapshot.row_source import ArrayRows
 from loader.snapshot.tables import Frozen, RowDtype
 from loader.snapshot.writer import export_snapshot
 from loader.stores import open_store
+from serving.training import online
 from serving.training.dataset import TrainingError
-from serving.training.online import (
-    FIRST_KEY,
-    OnlineReport,
-    OnlineTraining,
-    prepare,
-    running_training,
-    training_id,
-)
 from serving.training.online_model import DENSE, FIELDS, FILMS, USERS, VERSION, DenseWeights, OnlineConfig, ratings_spec
 from serving.training.online_worker import dense_file
 from serving.training.parameter_servers import ParameterServers
@@ -77,7 +70,7 @@ class FeedConfig(Frozen):
 class FleetFeed:
     """Feeds one fleet with what one training comes to. Belongs to one event loop."""
 
-    def __init__(self, training: OnlineTraining, feed: FeedConfig) -> None:
+    def __init__(self, training: online.OnlineTraining, feed: FeedConfig) -> None:
         config, self._training, self._feed = training.config, training, feed
         self._served = ratings_spec(config.model, config.dim, config.capacity, feed.dtype)
         trained = config.trained_spec
@@ -86,7 +79,7 @@ class FleetFeed:
         self._fleet = None if feed.registry is None else FleetRegistry(open_registry(feed.registry))
         self._published_step = self._seen = 0
         # What the servers have, by the ratings that were seen.
-        self._keys = {name: np.array([FIRST_KEY]) for name in FIELDS}
+        self._keys = {name: np.array([online.FIRST_KEY]) for name in FIELDS}
 
     async def begin(self) -> None:
         """Publish a version to begin with, unless one is live.
@@ -192,7 +185,7 @@ class FleetFeed:
                 keys=keys,
                 golden=golden,
                 golden_tolerance=GOLDEN_TOLERANCES[self._feed.dtype],
-                metadata={"training": training_id(config.folder), "ratings": str(learned)},
+                metadata={"training": online.training_id(config.folder), "ratings": str(learned)},
                 delta_base=delta_base,
                 last_delta=last_delta,
             )
@@ -242,7 +235,7 @@ async def check_live(config: OnlineConfig, feed: FeedConfig) -> None:
     await fleet.registry.close()
     if live is not None:
         stored = await asyncio.to_thread(open_store(feed.store).manifest, config.model, live)
-        if stored is None or stored[0].metadata.get("training") != training_id(config.folder):
+        if stored is None or stored[0].metadata.get("training") != online.training_id(config.folder):
             raise TrainingError(
                 f"version {live} of {config.model!r} is live, and of another training: name another --model"
             )
@@ -250,7 +243,7 @@ async def check_live(config: OnlineConfig, feed: FeedConfig) -> None:
 
 async def train_online(
     config: OnlineConfig, feed: FeedConfig, ratings: Ratings, say: Callable[[str], None]
-) -> tuple[OnlineReport, Path]:
+) -> tuple[online.OnlineReport, Path]:
     """Train on ratings in order of time, feed a fleet meanwhile, and write a version at the end; return its folder.
 
     `say` gets a line for each process that is ready. Raises TrainingError for a folder of other ratings, and as
@@ -264,10 +257,10 @@ async def train_online(
         stream.end()
     if len(stream) != ratings.size:
         raise TrainingError(f"{config.folder}: its stream has {len(stream)} ratings, {ratings.size} are given")
-    await asyncio.to_thread(prepare, config)
+    await asyncio.to_thread(online.prepare, config)
     await check_live(config, feed)
     settings = {"publish_registry": feed.registry, "publish_rows_s": feed.publish_rows_s}
-    async with running_training(config, settings, lambda name: say(f"{name} is ready")) as training:
+    async with online.running_training(config, settings, lambda name: say(f"{name} is ready")) as training:
         feeding = FleetFeed(training, feed)
         try:
             await feeding.begin()
