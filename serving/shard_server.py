@@ -166,17 +166,10 @@ def open_trainer(options: ShardNodeConfig, node: ShardNode) -> Trainer:
     if len(served) != 1 or not isinstance(engine := served[0].payload.engine, CpuEngine):
         names = [f"{generation.model} {generation.version}" for generation in served]
         raise ConfigError(f"--train: {names} are served here, allowed is one version, on --device cpu")
-    assert options.train_folder is not None
     of = {"model": served[0].model, "version": served[0].version, "shard": list(options.shard)}
     of |= {"manifest": served[0].payload.manifest_identity, "plan": served[0].payload.plan_digest}
-    config = TrainerConfig(
-        folder=options.train_folder,
-        workers=options.train_workers,
-        consistency=options.train_consistency,
-        optimizer=RowOptimizer(kind=options.train_optimizer, lr=options.train_lr),
-        init_scale=options.train_init_scale,
-        worker_timeout_s=options.worker_timeout_s,
-    )
+    named = {name.removeprefix("train_"): value for name, value in options}
+    config = config_of(TrainerConfig, named, optimizer=RowOptimizer(kind=options.train_optimizer, lr=options.train_lr))
     return Trainer(engine, of, config)
 
 
