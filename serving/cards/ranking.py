@@ -425,7 +425,7 @@ class CardRanking(Ranking):
         self.metrics.count("card_batches", self._model_name, "graph" if buffers.is_graph else "launches")
         return Scored(scores[None, :], mapped.rejected, chosen.dense_step, sequence, age_ms, missing)
 
-    def warm(self, golden: GoldenRequests | None) -> None:
+    async def warm(self, golden: GoldenRequests | None) -> None:
         """Make buffers and graphs for the usual classes of batches: as golden requests have, or one id a feature."""
         model, features = self._on_card(self.parts), self.parts.schema.features
         # Values that are pooled for one request's context, and for one candidate, on average.

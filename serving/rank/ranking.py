@@ -325,7 +325,7 @@ class Ranking:
             kind="shard_unavailable",
         )
 
-    def warm(self, golden: GoldenRequests | None) -> None:
+    async def warm(self, golden: GoldenRequests | None) -> None:
         """Do beforehand what batches like the golden requests need once. Here: nothing."""
 
     async def close(self) -> None:

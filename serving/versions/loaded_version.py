@@ -370,12 +370,8 @@ def check_version(
     it must not serve, also for bfloat16 on a device without, ShardrankError if its rows can't be looked up.
     """
     deadline, dtype, wire_dtype = clock() + CONNECT_TIMEOUT_S, options.dtype, options.wire_dtype
-
-    async def connect(ranking: Ranking) -> torch.device:
-        await ranking.connect(deadline)
-        return ranking.device
-
-    device, golden = _on_all(replicas, connect)[0], snapshot.golden()
+    _on_all(replicas, lambda ranking: ranking.connect(deadline))
+    device, golden = replicas[0].ranking.device, snapshot.golden()
     is_exported = isinstance(snapshot.spec.dense_model, ExportedModelSpec)
     # A program is in the number format that it was exported in.
     chosen = "float32" if is_exported else choose_dtype(dtype, device)
@@ -396,11 +392,7 @@ def check_version(
         if wire_dtype != "auto":
             parts = replace(parts, forms=ReplyEncoding(stored=True, sums=wire_dtype))
         _use(replicas, parts)
-
-    async def warm(ranking: Ranking) -> None:
-        ranking.warm(golden)
-
-    _on_all(replicas, warm)
+    _on_all(replicas, lambda ranking: ranking.warm(golden))
     if is_exported and dtype not in ("auto", current := parts.dtype):
         checked = replace(checked, fallback=f"an exported program is computed as it was exported, in {current}")
     return checked

@@ -115,7 +115,7 @@ def test_a_version_is_warm_as_far_as_its_dense_model_has_room(shop, monkeypatch,
         async def warm(ranking: Ranking) -> None:
             while ranking.scorer._batches:
                 ranking.scorer._batches.popitem()[1].free()
-            ranking.warm(None)
+            await ranking.warm(None)
 
         monkeypatch.setattr(model, "forward", forward_with_room)
         ask(served.replicas[0], warm)
