@@ -75,7 +75,7 @@ def prepare(config: OnlineConfig) -> None:
     kept = config.model_dump(mode="json", exclude=_NOT_KEPT)
     file = config.folder / "online.json"
     if file.exists():
-        there = _kept_of(config.folder)
+        there = json.loads(file.read_text(encoding="utf-8"))
         if differing := sorted(name for name in kept if there.get(name) != kept[name]):
             given = {name: (there.get(name), kept[name]) for name in differing}
             raise TrainingError(f"{config.folder}: is of another training; there, and now: {given}")
@@ -98,12 +98,7 @@ def prepare(config: OnlineConfig) -> None:
 
 def training_id(folder: Path) -> str:
     """Return what versions of a folder's training have in their metadata, as `training`."""
-    return str(_kept_of(folder)["training"])
-
-
-def _kept_of(folder: Path) -> dict[str, Any]:
-    kept: dict[str, Any] = json.loads((folder / "online.json").read_text(encoding="utf-8"))
-    return kept
+    return str(json.loads((folder / "online.json").read_text(encoding="utf-8"))["training"])
 
 
 @dataclass(frozen=True, eq=False)
