@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from shard_node.wire.tls import TlsClientConfig
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+AnyReplica: TypeAlias = Replica | LoopReplica
 Clock: TypeAlias = Callable[[], float]
 WireDtypeChoice: TypeAlias = Literal["auto"] | SumFormat
 """Number format of sums that shards send: `auto` is the narrowest that the golden scores allow."""
@@ -105,7 +106,7 @@ class LoadedVersion:
     schema: RequestSchema
     description: ModelInfo
     batcher: Batcher
-    replicas: list[Replica | LoopReplica]
+    replicas: list[AnyReplica]
     on_close: Callable[[], None]
     counter: VersionCounter
     checked: CheckedVersion
@@ -169,15 +170,13 @@ class LoadedVersion:
         except BaseException:
             _stop(checked_with, replicas)
             raise
-        # The same list: whoever empties it lets go of all that know each other by it.
-        takers = cast("list[Replica | LoopReplica]", replicas)
         if options.num_replicas == 0:
             assert loop is not None
-            checked_parts = replicas[0].ranking.parts
+            checked_parts, checkers = replicas[0].ranking.parts, replicas
             try:
-                takers = [_on_loop(lambda: ranking(0).with_weights(checked_parts), batcher, loop, clock)]
+                replicas = [_on_loop(lambda: ranking(0).with_weights(checked_parts), batcher, loop, clock)]
             finally:
-                _stop(checked_with, replicas)
+                _stop(checked_with, checkers)
         metrics.set_version("dense_step", spec.model, snapshot.version, 0)
         metrics.set_version("dtype_fallback", spec.model, snapshot.version, bool(checked.fallback))
         metrics.set_version("wire_fallback", spec.model, snapshot.version, bool(checked.wire_fallback))
@@ -187,7 +186,7 @@ class LoadedVersion:
             rows = [node.generations.payload(spec.model, snapshot.version).engine.access for node in nodes]
             return rows if hot is None else [*rows, hot.access]
 
-        return cls(schema, description, batcher, takers, on_close, counter, checked, access)
+        return cls(schema, description, batcher, replicas, on_close, counter, checked, access)
 
     @property
     def rankings(self) -> list[Ranking]:
@@ -230,14 +229,13 @@ class LoadedVersion:
         another model, or if a golden score drifts further than `max_drift`, or is not finite; another
         ShardrankError if it can't be checked now.
         """
-        replicas = cast("list[Replica]", self.replicas)
-        current = replicas[0].ranking.parts
+        current = self.replicas[0].ranking.parts
         model = load_model(snapshot.spec, tensors, current.dtype, current.models.original.int8)
         parts = replace(current, models=DeviceCopies(model), dense_step=record.step, min_sequence=record.sequence)
         golden = snapshot.golden()
         if golden is not None:
-            check = _GoldenCheck(snapshot, current, replicas, golden, max_drift, time.monotonic)
-            if (drift := check.difference(replicas[0], parts, to_current=True)) > max_drift:
+            check = _GoldenCheck(snapshot, current, self.replicas, golden, max_drift, time.monotonic)
+            if (drift := check.difference(self.replicas[0], parts, to_current=True)) > max_drift:
                 difference = f"{drift:.3g} from those of dense step {current.dense_step}, of the same rows"
                 raise _mismatch(f"golden scores are up to {difference}; max_drift is {max_drift:g}")
 
@@ -245,13 +243,12 @@ class LoadedVersion:
             await ranking.prepare(parts)
             ranking.stage_weights(parts)
 
-        _on_all(replicas, offer)
+        _on_all(self.replicas, offer)
         self.dense_step, self.dense_record = record.step, record
 
     def use_snapshot_weights(self, snapshot: Snapshot) -> None:
         """Answer with the snapshot's weights, which its load has checked, and forget all dense steps. Blocks."""
-        replicas = cast("list[Replica]", self.replicas)
-        current = replicas[0].ranking.parts
+        current = self.replicas[0].ranking.parts
         int8 = current.models.original.int8
         models = DeviceCopies(load_model(snapshot.spec, snapshot.dense_tensors(), current.dtype, int8))
         parts = replace(current, models=models, dense_step=0, min_sequence=UNKNOWN_SEQUENCE)
@@ -260,7 +257,7 @@ class LoadedVersion:
             ranking.set_weights(parts)
             ranking.stage_weights(parts)
 
-        _on_all(replicas, use)
+        _on_all(self.replicas, use)
         self.dense_step, self.dense_record = 0, None
 
     def close(self) -> None:
@@ -269,8 +266,10 @@ class LoadedVersion:
         self.on_close()
 
 
-def _started(name: str, count: int, batcher: Batcher, ranking: Callable[[int], Ranking], clock: Clock) -> list[Replica]:
-    replicas: list[Replica] = []
+def _started(
+    name: str, count: int, batcher: Batcher, ranking: Callable[[int], Ranking], clock: Clock
+) -> list[AnyReplica]:
+    replicas: list[AnyReplica] = []
 
     def replica_failed() -> None:
         if all(replica.failure for replica in replicas):
@@ -306,7 +305,7 @@ def _on_loop(
     return replica
 
 
-def _stop(batcher: Batcher, replicas: list[Replica] | list[Replica | LoopReplica]) -> None:
+def _stop(batcher: Batcher, replicas: list[AnyReplica]) -> None:
     batcher.close()
     for replica in replicas:
         replica.join()
@@ -358,7 +357,7 @@ def ranking_parts(
 
 
 def check_version(
-    snapshot: Snapshot, parts: RankingParts, replicas: Sequence[Replica], options: LoadOptions, clock: Clock
+    snapshot: Snapshot, parts: RankingParts, replicas: Sequence[AnyReplica], options: LoadOptions, clock: Clock
 ) -> CheckedVersion:
     """Check the golden scores, choose the number formats, and warm every replica. Blocks.
 
@@ -398,11 +397,11 @@ def check_version(
     return checked
 
 
-def _on_all(replicas: Sequence[Replica], work: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> list[Result]:
+def _on_all(replicas: Sequence[AnyReplica], work: Callable[[Ranking], Coroutine[Any, Any, Result]]) -> list[Result]:
     return [future.result() for future in [replica.call(work) for replica in replicas]]
 
 
-def _use(replicas: Sequence[Replica], parts: RankingParts) -> None:
+def _use(replicas: Sequence[AnyReplica], parts: RankingParts) -> None:
     for replica in replicas:
         replica.ranking.set_weights(parts)
 
@@ -411,7 +410,7 @@ def _use(replicas: Sequence[Replica], parts: RankingParts) -> None:
 class _GoldenCheck:
     snapshot: Snapshot
     parts: RankingParts
-    replicas: Sequence[Replica]
+    replicas: Sequence[AnyReplica]
     golden: GoldenRequests
     tolerance: float
     clock: Clock
@@ -489,7 +488,7 @@ class _GoldenCheck:
         logger.warning("%s: %s: %s", self.name, instead, reason)
         return reason
 
-    def difference(self, replica: Replica, other: RankingParts | None = None, *, to_current: bool = False) -> float:
+    def difference(self, replica: AnyReplica, other: RankingParts | None = None, *, to_current: bool = False) -> float:
         """Return the largest difference between a replica's scores and the golden ones.
 
         It sleeps between batches for as long as the last one took: others serve meanwhile. With `to_current` the
