@@ -125,7 +125,7 @@ def test_bfloat16_scores_are_those_of_the_cpu(paths, on_cpu, rng, kind, on):
             async def work(ranking: Ranking, batch=batch) -> np.ndarray:
                 return (await ranking.with_weights(parts).score(batch, FAR_S))[0]
 
-            of_cards, of_cpu = ask(served._replicas[0], work), ask(on_cpu[kind]._replicas[0], work)
+            of_cards, of_cpu = ask(served.replicas[0], work), ask(on_cpu[kind].replicas[0], work)
             # The same rows, rounded to 8 bits of mantissa at the same places; sums before that in another order.
             np.testing.assert_allclose(of_cards, of_cpu, atol=0.02)
             np.testing.assert_allclose(of_cards, score(on_cpu[kind], batch), atol=0.05)

@@ -158,7 +158,7 @@ async def test_a_step_waits_for_its_rows(training):
         return found
 
     served = training.service.generations.payload(MODEL, 1)
-    assert await asyncio.wrap_future(served._replicas[0].call(choose)) == [0, 4, 4, 0, 0, True, False, 4, 4, 5]
+    assert await asyncio.wrap_future(served.replicas[0].call(choose)) == [0, 4, 4, 0, 0, True, False, 4, 4, 5]
 
 
 async def test_snapshot_weights_answer_for_a_step_whose_rows_are_lost(versions, store, folder):

@@ -171,7 +171,7 @@ def test_a_failure_in_the_canary_counts_for_it_with_its_latency(service, clock):
         clock.now += 2.0
         raise NodeUnavailableError("it is away")
 
-    for replica in service.generations.payload(MODEL, 2)._replicas:
+    for replica in service.generations.payload(MODEL, 2).replicas:
         replica.ranking.score = away
     service.set_canary(MODEL, 2, SHARE)
     with pytest.raises(NodeUnavailableError):
@@ -204,7 +204,7 @@ def test_guards_count_no_request_of_a_clients_making(service, fields, error, err
     async def fails(*_: object) -> None:
         raise error
 
-    for replica in service.generations.payload(MODEL, 2)._replicas if error else ():
+    for replica in service.generations.payload(MODEL, 2).replicas if error else ():
         replica.ranking.score = fails
     with pytest.raises(type(error)) if error else nullcontext():
         rank(service, **fields)
@@ -223,7 +223,7 @@ def lose_replicas(service: RankingService, version: int) -> None:
     async def fails(*_: object) -> None:
         raise UnavailableError("no replica answered", kind="shard_unavailable")
 
-    for replica in service.generations.payload(MODEL, version)._replicas:
+    for replica in service.generations.payload(MODEL, version).replicas:
         replica.ranking.score = fails
 
 

@@ -20,9 +20,9 @@ def test_a_retired_version_is_free_without_a_garbage_collection(versions, store,
             gc.disable()
             _, service = await with_live(fleet, versions)
             (served,) = [one.payload for one in service.generations.all()]
-            rankings = [replica.ranking for replica in served._replicas]
-            parts = [served, *served._replicas, *rankings, served.schema, rankings[0].parts.models]
-            parts += [rankings[0].router, rankings[0].router.mapper, *rankings[0]._shards]
+            rankings = [replica.ranking for replica in served.replicas]
+            parts = [served, *served.replicas, *rankings, served.schema, rankings[0].parts.models]
+            parts += [rankings[0].router, rankings[0].router.mapper, *rankings[0].shards]
             watched = [(type(one).__name__, weakref.ref(one)) for one in parts]
             del served, rankings, parts
             await fleet.want(MODEL, live=2, hold=(1, 2), serve=(1, 2))

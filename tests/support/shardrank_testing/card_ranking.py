@@ -169,12 +169,12 @@ def scored(served: LoadedVersion, batch: MergedBatch, replica: int = 0) -> Score
         assert not len(scored.rejected)
         return scored
 
-    return ask(served._replicas[replica], work)
+    return ask(served.replicas[replica], work)
 
 
 def engine_of(served: LoadedVersion) -> Engine:
     """The engine of a version with all rows in this process."""
-    (shard,) = served.rankings[0]._shards
+    (shard,) = served.rankings[0].shards
     assert isinstance(shard, LocalShard)
     return shard.node.generations.payload(MODEL, 1).engine
 
@@ -185,7 +185,7 @@ def ranking_of(served: LoadedVersion, replica: int = 0) -> CardRanking:
     async def work(ranking: Ranking) -> Ranking:
         return ranking
 
-    ranking = ask(served._replicas[replica], work)
+    ranking = ask(served.replicas[replica], work)
     assert isinstance(ranking, CardRanking)
     return ranking
 
