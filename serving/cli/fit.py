@@ -96,7 +96,10 @@ def fit(model: str, **options: Any) -> None:
         if options["out"] is not None:
             proposed = description.model_copy(update={"tables": tuple(table.table for table in done)})
             options["out"].write_text(proposed.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
-    print_json(document) if options["as_json"] else print_document(document, max_rows=MAX_ROWS)
+    if options["as_json"]:
+        print_json(document)
+    else:
+        print_document(document, max_rows=MAX_ROWS)
     if measured and not traces:
         message = "Counts are of rows, not of ids, so collisions can't be measured: for those give a --trace."
         click.echo(message, err=True)

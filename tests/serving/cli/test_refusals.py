@@ -204,7 +204,7 @@ REFUSALS = [
     (f"{PLAN} --sharding range --shards 2", ERROR, "is stored with 'mixed'"),
     (f"{PLAN} --shards 1025", USAGE, "1025 is not in the range"),
     (f"{PLAN} --shards 2 --cards 1 --card-memory-gb 4 --pinned-memory-gb 0 --compare", ERROR, "not fit on 2 shards"),
-    (f"{PLAN} --system cpu --ram-gb 1 --disk-gb 26", ERROR, "files of 27200000000 bytes, of all shards' rows"),
+    (f"{PLAN} --system cpu --ram-gb 1 --disk-gb 26", ERROR, "files of 27617242016 bytes, of all shards' rows"),
     (f"{PLAN} --system cpu --card-memory-gb 1", USAGE, "--card-memory-gb does not go with --system cpu"),
     (f"{PLAN} --cards 8 --system a100 --measure", USAGE, "--measure does not go with --system a100"),
     (f"{PLAN} --system z80", USAGE, "is not one of"),
