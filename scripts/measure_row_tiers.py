@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ class Tiers:
             self.engine.pool(bags_of(rng.integers(HEAD, self.rows, BAGS * IDS)))
         use = self.engine.disk_use()
         assert use is not None
-        return {"hit_rate": lookups["ram"] / sum(lookups.values()), **asdict(use)}
+        return {"hit_rate": lookups["ram"] / sum(lookups.values()), **use.model_dump(exclude={"model", "version"})}
 
 
 WAYS: dict[str, Callable[[Snapshot, int], Any]] = {

@@ -15,7 +15,7 @@ from loader.snapshot.store import HeldSnapshot
 from shard_node.answer import FLOAT32_SUMS, Answer, ReplyEncoding, rounded
 from shard_node.bags import Bags, Float32Array
 from shard_node.buckets import Message, NodeIdentity, Partition
-from shard_node.engine.base import CardsUse, Engine
+from shard_node.engine.base import CardsUse, DiskUse, Engine
 from shard_node.engine.memory import Claim
 from shard_node.errors import GenerationNotFoundError
 from shard_node.freshness import FORKED_AGE_MS, UNKNOWN_AGE_MS
@@ -82,20 +82,6 @@ class CardsReport(Message):
     not_here: int = 0
 
 
-class DiskReport(Message):
-    """Rows of a model version that were read from disk; fields are those of `DiskUse`."""
-
-    model: str
-    version: int
-    reads: int
-    size_bytes: int
-    failed: int
-    ram_p50_us: float
-    ram_p99_us: float
-    disk_p50_us: float
-    disk_p99_us: float
-
-
 class TrainingReport(Message):
     """Workers of a node that trains, by number: the last step of each, who takes part, and at which step it goes on."""
 
@@ -112,7 +98,7 @@ class NodeInfo(Message):
     memory: tuple[MemoryReport, ...]
     lookups: tuple[LookupReport, ...] = ()
     cards: tuple[CardsReport, ...] = ()
-    disks: tuple[DiskReport, ...] = ()
+    disks: tuple[DiskUse, ...] = ()
     takes_traces: bool = False
     training: TrainingReport | None = None
 
@@ -329,7 +315,7 @@ class ShardNode:
         memory: list[MemoryReport] = []
         lookups: list[LookupReport] = []
         cards: list[CardsReport] = []
-        disks: list[DiskReport] = []
+        disks: list[DiskUse] = []
         for one in self.generations.all():
             tables = one.payload
             engine, deltas = tables.engine, tables.deltas.now
@@ -354,7 +340,7 @@ class ShardNode:
             memory += [MemoryReport(**version, **asdict(use)) for use in engine.memory()]
             lookups += [LookupReport(**version, **asdict(count)) for count in engine.rows_looked_up()]
             if (reads := engine.disk_use()) is not None:
-                disks.append(DiskReport(**version, **asdict(reads)))
+                disks.append(reads.model_copy(update=version))
             if (use := cards_of(one)) is not None:
                 cards.append(CardsReport(**version, **asdict(use)))
         return NodeInfo(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from shard_node.access_counts import LookupSampler
 from shard_node.answer import Answer
 from shard_node.bags import Bags, Float32Array, Int64Array, TableLayout
+from shard_node.buckets import Message
 
 Tier = Literal["ram", "disk", "card", "hot", "pinned"]
 """Where rows are: RAM, the snapshot's files, one card, a copy on every card, or pinned memory that cards read."""
@@ -35,13 +36,14 @@ class LookupCount:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class DiskUse:
-    """Reads of rows from disk since the engine was made, their bytes and failures; times of the last lookups.
+class DiskUse(Message):
+    """Reads of rows from disk since a model version was loaded, their bytes and failures; times of the last lookups.
 
     Lookups are by tier: `ram` had all of their rows in memory, `disk` waited for some. Times are 0 before the first.
     """
 
+    model: str = ""
+    version: int = 0
     reads: int
     size_bytes: int
     failed: int
@@ -131,7 +133,7 @@ class Engine(WritableRows, Protocol):
         """Counters by table and tier."""
 
     def disk_use(self) -> DiskUse | None:
-        """Return what was read from disk; None if no row is there."""
+        """Return what was read from disk, without model and version; None if no row is there."""
 
     @property
     def access(self) -> LookupSampler:

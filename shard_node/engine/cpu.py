@@ -343,9 +343,10 @@ class CpuEngine:
         if not self._tiered:
             return None
         with self._counts_lock:
-            times = [np.percentile(list(times) or [0.0], [50, 99]).tolist() for times in self._times_us]
-        counts = np.sum([tiered.files.counts() for tiered in self._tiered.values()], axis=0)
-        return DiskUse(*counts.tolist(), *times[0], *times[1])
+            ram, disk = (np.percentile(list(times) or [0.0], [50, 99]).tolist() for times in self._times_us)
+        reads, size_bytes, failed = np.sum([rows.files.counts() for rows in self._tiered.values()], axis=0).tolist()
+        times = {"ram_p50_us": ram[0], "ram_p99_us": ram[1], "disk_p50_us": disk[0], "disk_p99_us": disk[1]}
+        return DiskUse(reads=reads, size_bytes=size_bytes, failed=failed, **times)
 
     def cards(self) -> CardsUse | None:
         """Return None: it pools on the CPU."""

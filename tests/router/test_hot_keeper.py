@@ -392,7 +392,7 @@ async def test_copies_are_dropped_while_a_node_has_forked(nodes, tmp_path, caplo
     await stream.put(nodes.registry)
     followers = [await nodes.follow(name) for name in nodes.nodes]
     keeper = await nodes.keep()
-    await until(lambda: held(keeper.rows.current, "user")[7][0] == 1.0)
+    await until(lambda: held(keeper.rows.current, "user").get(7, [0.0])[0] == 1.0)
     shutil.rmtree(tmp_path / "registry" / "streams")
     stream = StreamWriter(SPEC)
     stream.write("user", [7], np.full((1, 16), 2.0))
