@@ -347,8 +347,7 @@ class ArenaLoad(TableLoad):
         self._row_files.append(row_files)
         cards = self._cards[files[0].table]
         resident = np.sort(np.append(counted, more))
-        shape = group.dtype, group.embedding_dim, group.row_bytes
-        self._arenas.append(tiered := TieredRows(*shape, row_files, resident, int(cards[(cards >= 0).argmax()])))
+        self._arenas.append(tiered := TieredRows(group, row_files, resident, int(cards[(cards >= 0).argmax()])))
         for file in files:
             self._scan(file, tiered)
         row_files.forget_pages()

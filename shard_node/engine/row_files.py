@@ -154,22 +154,17 @@ class RowFiles:
         with ExitStack() as opened:
             self._descriptors = np.array([_open(file.path, opened) for file in files], np.uint32)
             self._sector = _sector_bytes(int(self._descriptors[0]), self.files[0].path) if files else mmap.PAGESIZE
-            self._opened = opened.pop_all()
-        # The longest that a row's sectors can be.
-        self._span = (2 * self._sector - 2 + row_bytes) // self._sector * self._sector
-        self._max_reads = min(MAX_READS, BUFFER_BYTES // self._span)
-        if not self._max_reads:
-            raise ConfigError(
-                f"rows on disk: of {row_bytes} bytes; at most {BUFFER_BYTES - 2 * mmap.PAGESIZE} are read"
-            )
-        self._lock = threading.Lock()
-        self._counts = np.zeros(3, np.int64)
-        try:
+            # The longest that a row's sectors can be.
+            self._span = (2 * self._sector - 2 + row_bytes) // self._sector * self._sector
+            self._max_reads = min(MAX_READS, BUFFER_BYTES // self._span)
+            if not self._max_reads:
+                limit = BUFFER_BYTES - 2 * mmap.PAGESIZE
+                raise ConfigError(f"rows on disk: of {row_bytes} bytes; at most {limit} are read")
             with _pool.reading():
                 pass  # A load is refused where nothing can be read.
-        except RowReadError:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
+        self._lock = threading.Lock()
+        self._counts = np.zeros(3, np.int64)
 
     @property
     def num_rows(self) -> int:

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from loader.access_counts import AccessCounter
 from loader.memory import allocate_rows
-from loader.snapshot.tables import RowDtype
-from shard_node.bags import Bags, Float32Array, Int64Array
+from shard_node.bags import Bags, Float32Array, Group, Int64Array
 from shard_node.engine.arena import Arena
 from shard_node.engine.base import Tier
 from shard_node.engine.kernels import as_tensor, pool_rows
@@ -50,7 +49,7 @@ class TieredRows:
     """Rows by their positions in files. Lookups may run in any thread, between two changes.
 
     Args:
-        dtype, embedding_dim: of the rows.
+        group: of the tables whose rows they are.
         files: all rows.
         hottest: positions that begin in the arena, int64 [n], ascending; `load` writes their rows.
         card: that `bytes_of_cards` counts the rows for.
@@ -63,20 +62,17 @@ class TieredRows:
 
     def __init__(
         self,
-        dtype: RowDtype,
-        embedding_dim: int,
-        row_bytes: int,
+        group: Group,
         files: RowFiles,
         hottest: Int64Array,
         card: int,
     ) -> None:
-        self.dtype: RowDtype = dtype
-        self.embedding_dim, self.files = embedding_dim, files
-        self.bytes_of_cards = {card: files.num_rows * row_bytes}
-        self._slot_bytes = row_bytes + SLOT_BYTES
+        self.group, self.files = group, files
+        self.bytes_of_cards = {card: files.num_rows * group.row_bytes}
+        self._slot_bytes = group.row_bytes + SLOT_BYTES
         # Address space for all rows: memory is used by those that come.
-        self._rows = allocate_rows(max(1, files.num_rows), row_bytes, is_reserved=True)
-        self.arena = Arena(dtype, embedding_dim, self._rows, {})
+        self._rows = allocate_rows(max(1, files.num_rows), group.row_bytes, is_reserved=True)
+        self.arena = Arena(group.dtype, group.embedding_dim, self._rows, {})
         self._num_slots = hottest.size
         self._index = KeyIndex([hottest.size])
         self._index.insert(0, hottest, np.arange(hottest.size))
@@ -272,14 +268,14 @@ class FetchedRows:
             for part in parts
         ]
         share_no_bag = all(part.shares_no_bag for part in parts)
-        return add(pooled, bags.num_bags, self._tiered.embedding_dim, share_no_bag=share_no_bag)
+        return add(pooled, bags.num_bags, self._tiered.group.embedding_dim, share_no_bag=share_no_bag)
 
     def _pool(
         self, is_cold: bool, slots: Int64Array, offsets: Int64Array, weights: Float32Array | None
     ) -> Float32Array:
         if not is_cold:
             return self._tiered.arena.pool(slots, offsets, weights)
-        dtype = self._tiered.dtype
+        dtype = self._tiered.group.dtype
         return pool_rows(dtype, as_tensor(dtype, self._stored), slots, offsets, weights)
 
     def _slots(self, positions: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
